@@ -248,18 +248,21 @@ def _choice(
 
 
 def _drafts(settings: LaunchConfig, shape: KernelShape) -> bool:
-    """Whether requests may have drafts: if asked for, or where `auto` has them; never beside delta nets."""
+    """Whether requests may have drafts: if asked for, or where `auto` has them; never where no GPU has run what they need."""
     from kog_dist.workers.cuda.draft_builds import why_unasked_without
+    from kog_dist.workers.cuda.model_limits import untried_in_passes
 
-    if shape.delta is not None:
+    if untried_in_passes(shape.spec):
         return False
     return settings.speculate == Speculation.LOOKUP or (settings.speculate == Speculation.AUTO and not why_unasked_without(shape))
 
 
 def _draft_note(settings: LaunchConfig, shape: KernelShape) -> str:
     """What is said of drafts that were asked for and cannot be had, since no answer depends on them."""
-    is_asked = settings.speculate == Speculation.LOOKUP and shape.delta is not None
-    return "tokens are not drafted: GPUs have no passes of several tokens with delta nets yet" if is_asked else ""
+    from kog_dist.workers.cuda.model_limits import untried_in_passes
+
+    cause = untried_in_passes(shape.spec) if settings.speculate == Speculation.LOOKUP else ""
+    return f"tokens are not drafted: {cause}" if cause else ""
 
 
 def gpu_rank_bytes(

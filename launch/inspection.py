@@ -171,15 +171,15 @@ def _together(target: Target) -> str:
 def _drafts(target: Target, plan: Plan, settings: LaunchConfig) -> str:
     """Whether tokens are drafted where a request does not say, and how many in a pass."""
     from kog_dist.decode.cpu.passes import most_verified
-    from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, why_unasked_without
+    from kog_dist.workers.cuda.draft_builds import drafting_shape, why_unasked_without
 
     if target.device == "cuda" and settings.speculate == Speculation.OFF:
         return "none"
-    if target.device == "cuda" and not target.drafts:
-        shape = gpu_rank_shape(target.checkpoint, 0, target.world_size, target.kv_dtype, whole_windows=target.whole_windows)
-        return f"none: {why_unasked_without(shape)}"
     if target.device == "cuda":
-        return f"speculate {settings.speculate}: lookup, up to {PASS_TOKENS - 1} in a pass"
+        shape = gpu_rank_shape(target.checkpoint, 0, target.world_size, target.kv_dtype, whole_windows=target.whole_windows)
+        if not target.drafts:
+            return f"none: {why_unasked_without(shape)}"
+        return f"speculate {settings.speculate}: lookup, up to {drafting_shape(shape).tokens - 1} in a pass"
     most = most_verified(plan) - 1
     if not most:
         return "none: the model has layers whose state a refused draft would change"

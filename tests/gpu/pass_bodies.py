@@ -21,6 +21,7 @@ from kog_dist.runtime.topology import LocalRendezvous, RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from tests.gpu.test_engine import answer as entries_of
+from tests.unit.delta_configs import few_layers
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -34,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "heads of 64": {"spec": _LLAMA},
     "normed heads of 128, fp8": {"spec": _QWEN, "kv_dtype": "fp8"},
     "windows": {"spec": replace(_LLAMA, sliding_window=40, window_layers=(0, 2))},
+    "delta nets": {"spec": few_layers("Qwen3.5-4B")},
     "experts in mxfp4": {"spec": replace(_GPT_OSS, num_layers=4, window_layers=(0, 2)), **_CODINGS},
 }
 NUM_PROMPT, NUM_TOKENS = 40, 60

@@ -51,6 +51,7 @@ from kog_dist.workers.prefill.lanes.prefill_abi import prefill_header
 from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape, tape_header
 
 _KERNEL, _DRAFTS = "kernel.", "drafts."
+_PLAIN = ("benchmarks", "forms", "passes", "pass_ranks", "delta_passes")  # groups of the plain kernel alone
 CHUNK_ROWS = {"one_gpu": 128, "ranks": 128}  # rows of prefill's largest chunk, where it is not the default
 
 
@@ -85,6 +86,10 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
         from tests.gpu.test_passes import options_of_builds
 
         yield from ((one.pop("spec"), one) for one in options_of_builds())
+    elif group == "delta_passes":
+        from tests.gpu.test_delta_passes import options_of_builds as of_nets
+
+        yield from ((one.pop("spec"), one) for one in of_nets())
     elif group == "forms":
         from tests.gpu.test_quantised import FORMS, SPECS
 
@@ -117,7 +122,7 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
         yield from (partial(stream_cubin, one) for one in of_passes)
     if shape.num_ranks > 1:
         yield partial(exchange_cubin, shape.num_ranks)
-    if group in ("benchmarks", "forms", "passes", "pass_ranks") or group.startswith(_KERNEL) or misfit(spec, shape.coding):
+    if group in _PLAIN or group.startswith(_KERNEL) or misfit(spec, shape.coding):
         yield partial(build, headers(shape), PLAIN_SOURCE)
         if group.startswith(_KERNEL):
             yield partial(stream_cubin, shape)

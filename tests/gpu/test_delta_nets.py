@@ -13,19 +13,17 @@ from kog_dist.decode.coding import Coding
 from kog_dist.decode.cpu import lane_math
 from kog_dist.model.checkpoint import random_tensors
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
-from kog_dist.model.published_config import read_config
-from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, to_values, to_words
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.random_weights import random_codes, random_tensor
 from tests.gpu.test_prefill import decode, relative_error
-from tests.unit.delta_configs import CONFIGS
+from tests.unit.delta_configs import CONTEXT, VOCABULARY, few_layers
 from tests.unit.test_kinds_twin import SPECS, interpreted
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(600)]
-VOCABULARY, CONTEXT, TOKENS, SEED = 4096, 512, 9, 5
+TOKENS, SEED = 9, 5
 LIMIT = 2e-3  # as of other models on one GPU, and for words with 16 bits behind the rule
 LIMIT_OF_CODES = 1.5e-2  # of a cache: one may fall on the other side of a boundary
 
@@ -35,16 +33,6 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 # key that lies between two values of bfloat16: weights that differ by 2^-16 move the interpreter's logits by 3e-3 then, or by
 # 6e-2. With these ids they move by less than 1e-3 at all positions that are looked at, in each of six trials.
 SETTLED_IDS = {"experts beside a shared one": 23, "ten experts of 512 beside a shared one": 25}
-
-
-def few_layers(name: str, **others: Any) -> ModelSpec:
-    """A published shape with three delta nets and one layer of attention; with experts, which are large, one of each."""
-    config = {**CONFIGS[name], **others}
-    text = config.get("text_config", config)
-    count = 2 if "num_experts" in text else 4
-    few = {"num_hidden_layers": count, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
-    few |= {"layer_types": text["layer_types"][-count:]} if "layer_types" in text else {"full_attention_interval": count}
-    return read_config({**config, "text_config": {**text, **few}} if "text_config" in config else {**config, **few})
 
 
 class Values(dict[str, Any]):

@@ -30,10 +30,11 @@ from kog_dist.workers.prefill.exchange.lane_sums import OneRank
 from kog_dist.workers.prefill.gpu import Tuning, matrices_for, prefill_for, runner_for
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.gpu.checked_operations import CheckedDenseOperations
-from tests.gpu.test_delta_nets import FP8, few_layers
+from tests.gpu.test_delta_nets import FP8
 from tests.gpu.test_prefill import begin_at_head, decode, fill, relative_error
 from tests.gpu.test_prefill_attention import LIMIT as ATTENTION_LIMIT
 from tests.gpu.test_prefill_attention import place, reference
+from tests.unit.delta_configs import few_layers
 from tests.unit.prefill.models import CACHE_DTYPES
 from tests.unit.test_kinds_twin import SPECS, interpreted
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from kog_dist.model.published_config import read_config
+from kog_dist.model.spec import ModelSpec
+
+VOCABULARY, CONTEXT = 4096, 512  # of models of few layers
+
 _NET = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
 _ROPE = {
     "rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
@@ -82,3 +87,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CONFIGS["Qwen3-Coder-Next"] = CONFIGS["Qwen3-Next-80B-A3B"] | {"rope_theta": 5_000_000}
+
+
+def few_layers(name: str, **others: Any) -> ModelSpec:
+    """A published shape with three delta nets and one layer of attention; with experts, which are large, one of each."""
+    config = {**CONFIGS[name], **others}
+    text = config.get("text_config", config)
+    count = 2 if "num_experts" in text else 4
+    few = {"num_hidden_layers": count, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+    few |= {"layer_types": text["layer_types"][-count:]} if "layer_types" in text else {"full_attention_interval": count}
+    return read_config({**config, "text_config": {**text, **few}} if "text_config" in config else {**config, **few})

@@ -273,7 +273,8 @@ class PlayedGpu:
                 at(int(params["state_ptr"]), DECODE_STATE.dtype)["finish"] = Finish.CANCELLED
             return
         if self.shape.delta is not None:
-            self._nets_ptr = int(np.frombuffer(raw[-DELTA_PARAMS.size_bytes :], DELTA_PARAMS.dtype)[0]["state_ptr"])
+            nets = np.frombuffer(raw[-DELTA_PARAMS.size_bytes :], DELTA_PARAMS.dtype)[0]
+            self._nets_ptr, stop_position = int(nets["state_ptr"]), int(nets["stop_position"])
             raw = raw[: -DELTA_PARAMS.size_bytes]
         params = np.frombuffer(raw, DECODE_PARAMS.dtype, 1)[0]
         state = at(int(params["state_ptr"]), DECODE_STATE.dtype)
@@ -292,6 +293,8 @@ class PlayedGpu:
         if has_drafts:
             raw, drafts = _without(raw, DRAFT_PARAMS)
         for _ in range(int(params["num_steps"])):
+            if drafts is not None and self.shape.delta is not None and state["position"][0] >= stop_position:
+                return
             if state["finish"][0] or at(int(params["host_ptr"]), HOST_PAGE.dtype)["abort"][0]:
                 return
             time.sleep(_PASS_S)

@@ -21,7 +21,7 @@ from kog_dist.runtime.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, PassCosts, drafts_processors
+from kog_dist.workers.cuda.draft_builds import NOWHERE, PASS_TOKENS, PassCosts, drafts_processors
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, KernelShape
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines import launches
@@ -136,7 +136,7 @@ class ScriptedKernel:
         self.begun.append((len(prompt), first_position))
         self.entries, self.launches, self.ended = [], [], False
 
-    def launch(self, num_steps: int) -> None:
+    def launch(self, num_steps: int, *, stop_position: int = NOWHERE) -> None:
         self.launches.append(num_steps)
         if self.drafts is None:
             self.decode(num_steps)
@@ -463,9 +463,9 @@ def test_progress_of_the_prefill_is_written(control: ControlPage, kernel: Script
     seen: list[int | None] = []
     launch = kernel.launch
 
-    def watched(num_steps: int) -> None:
+    def watched(num_steps: int, **options: Any) -> None:
         seen.append(control.progress(1))
-        launch(num_steps)
+        launch(num_steps, **options)
 
     kernel.launch = watched  # type: ignore[method-assign]
     engine.run(1, request(num_prompt=300, max_tokens=1, kv=KvUse(num_cached=20)))

@@ -35,7 +35,7 @@ from kog_dist.runtime.topology import LocalRendezvous, RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import build, load, monokernel
-from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, PassCosts
+from kog_dist.workers.cuda.draft_builds import NOWHERE, PASS_TOKENS, PassCosts
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines import cuda, cuda_peers, cuda_programs
 from kog_dist.workers.engines.cuda import CudaEngine
@@ -101,7 +101,7 @@ class RankKernel(ScriptedKernel):
             self.all_ranks.happened.append("begin")
             self.num_begun += 1
 
-    def launch(self, num_steps: int) -> None:
+    def launch(self, num_steps: int, *, stop_position: int = NOWHERE) -> None:
         with self.all_ranks.lock:
             self.chunks.append(num_steps)
             self.all_ranks.happened.append("launch")

@@ -86,6 +86,29 @@ def test_every_answer_is_that_of_the_request_alone(
 
 
 @pytest.mark.parametrize("prefill", [False, True])
+def test_launches_with_drafts_end_where_copies_are_made(
+    prefill: bool, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of the prompt, and whoever goes on behind a copy has the answer of the request alone."""
+    begun = list[str]()
+    first = [*range(20), *range(60)]
+    with turns(NETS, 1, monkeypatch, prefill=prefill) as engine:
+        monkeypatch.setattr(engine.gpu, "meet", lambda what: begun.append(what[0]))
+        asked = [Asked(DecodeRequest(first, 100, drafts=True))]
+        engine.run(asked, random.Random(1))
+        said = [entry.token_id for entry in asked[0].entries]
+        asked.append(Asked(DecodeRequest([*first, *said[:70], 7], 20, drafts=True)))
+        engine.run(asked[1:], random.Random(1))
+        assert num_missed(engine) == 0
+    assert {"small", "large"} & set(begun)
+    assert "plain" not in begun
+    assert made[KINDS.SAVE_STATE] >= 4
+    assert made[KINDS.LOAD_STATE] == 1
+    with turns(NETS, 1, monkeypatch, prefill=False, kept_bytes=0) as engine:
+        compare(engine, asked, reuse_kv=False)
+
+
+@pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_a_conversation_reads_what_is_new(
     parallel: int, prefill: bool, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
@@ -259,6 +282,6 @@ def test_a_start_leaves_out_what_there_is_not_and_says_what_it_keeps(
     gpu.stream.close()
     control.close()
     told = capsys.readouterr().err
-    assert told.count("tokens are not drafted: the kernel has no passes of several tokens with delta nets") == 1
+    assert told.count("tokens are not drafted: no GPU has run passes of several tokens with delta nets yet") == 1
     cause = "the model has experts beside delta nets" if changes else "the GPU is a played one"
     assert told.count(f"prompts go token by token, since prefill cannot start: {cause}") == (prefill == "auto")

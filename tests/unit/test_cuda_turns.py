@@ -100,7 +100,7 @@ class Turns(Served):
     ) -> None:  # fmt: skip
         """`rounds`: see `PlayedRunner`."""
         monkeypatch.setattr(cuda, "BLOCK", SIZES[0])
-        drafts = not spec.window_layers and not spec.is_recurrent
+        drafts = not spec.window_layers
         shape = KernelShape(spec, range(spec.num_lanes))
         self.gpu = PlayedGpu(shape)
         self.gpu.install(monkeypatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from kog_dist.launch.kept_prefixes import kept_on_gpus
 from kog_dist.launch.target import why_not_on_gpus
 from kog_dist.model.checkpoint import Checkpoint, planned_checkpoint
 from kog_dist.model.published_config import read_config
+from kog_dist.workers.cuda import draft_builds, model_limits
 from kog_dist.workers.cuda.coded_source import coding_of
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_blocks import pool_slots
 from kog_dist.workers.cuda.model_limits import untried
 from kog_dist.workers.engines.cuda_device import kernel_shapes
@@ -88,8 +91,31 @@ def test_less_than_a_copy_is_refused_or_not_taken() -> None:
 def test_drafts_are_left_out_and_who_asked_for_them_is_told(speculate: str, model: Checkpoint) -> None:
     choice = choice_of(model, gpus="1", speculate=speculate)
     assert not choice.drafts
-    assert ("tokens are not drafted: GPUs have no passes of several" in choice.note) is (speculate == "lookup")
+    assert ("tokens are not drafted: no GPU has run passes of several" in choice.note) is (speculate == "lookup")
     assert "prompts go token by token" not in choice.note
+
+
+def test_with_drafts_a_rank_keeps_what_those_bring(model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a GPU has run them: where they are asked for, until prose is measured."""
+    for user in (model_limits, draft_builds):
+        monkeypatch.setattr(user, "untried_in_passes", lambda spec: "")
+    assert not choice_of(model, gpus="1", speculate="auto").drafts
+    assert choice_of(model, gpus="1", speculate="lookup").drafts
+    shape = gpu_rank_shape(model, 0, 1, "bfloat16")
+    assert draft_builds.why_unasked_without(shape).startswith("with delta nets auto has none")
+    num_items, lines = 48 * 96, -(-(256 + 64 + 8) * 4 // 128) * 128
+    assert gpu_rank_bytes(model, 0, 1, "bfloat16", drafts=True)["drafts"] > 3 * num_items * lines
+    with pytest.raises(ConfigError, match="delta nets, of which each request has a state"):
+        replace(shape, tokens=4, company=True)
+
+
+def test_where_four_tokens_have_no_room_passes_have_two(folder: Path) -> None:
+    rounded = planned_checkpoint(folder, context=32768, quantize="fp8")
+    tokens = {count: draft_builds.drafting_shape(gpu_rank_shape(rounded, 0, count, "bfloat16")).tokens for count in (1, 2)}
+    assert tokens == {1: 2, 2: 4}
+    experts = read_config(CONFIGS["Qwen3.5-35B-A3B"]).with_context(4096)
+    with pytest.raises(ConfigError, match=r"speculate lookup cannot be had .* 4 tokens in a pass: it has a shared expert"):
+        draft_builds.drafting_shape(KernelShape(experts, range(experts.num_lanes)))
 
 
 def test_gpus_that_are_here_are_used_unasked(model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tests.unit.test_passes_twin import DENSE, arrays_of
 pytestmark = needs_compiler
 
 SPEC = replace(DENSE, num_lanes=1, num_layers=1, max_context=256)
-OF_BOTH = ("state", "kv", "ring", "tokens", "heap")  # of each rank, the same memory for the builds that take turns
+OF_BOTH = ("state", "kv", "nets", "ring", "tokens", "heap")  # of each rank, the same memory for the builds that take turns
 NOWHERE = 0xFFFFFFFF  # and the gap
 EXTRA, EDGE = 90, 30  # in parts of 1024 of a pass
 STEPS = 40  # of a launch
@@ -101,13 +101,14 @@ class Twin:
 
     def answer(
         self, prompt: Sequence[int], max_tokens: int, environ: Mapping[str, str], drafts: PassDrafts | None = None,
-        prediction: Sequence[int] = (),
+        prediction: Sequence[int] = (), stops: Sequence[int] = (),
     ) -> Answer:  # fmt: skip
+        """`stops`: positions at which launches end, of a model with delta nets."""
         context = self.builds[0].shape.spec.max_context
         np.array(prompt, np.uint32).tofile(self.folder / "prompt.bin")
         for rank in self.ranks:
             np.array([*prediction, NOWHERE, *prompt, *[0] * (context + 4)], np.uint32).tofile(self.folder / f"tokens.{rank}.bin")
-            left = [self.folder / f"{name}.{rank}.bin" for name in ("kv", "ring", "heap")]
+            left = [self.folder / f"{name}.{rank}.bin" for name in ("kv", "nets", "ring", "heap")]
             left += [self.folder / f"{name}.bin" for name in self._shared]
             for path in (*left, *(build.folder / f"words.{rank}.bin" for build in self.builds)):
                 path.unlink(missing_ok=True)
@@ -123,15 +124,19 @@ class Twin:
         for rank in self.ranks:
             state.tofile(self.folder / f"state.{rank}.bin")
         for self.num_rounds in range(1, context):
+            stop = {"STOP": f"{stops[0]}"} if stops else {}
             for build in self.builds:
-                build.launch(max_tokens, self.heap_words, {"PREDICTED": f"{len(prediction)}", **environ})
+                build.launch(max_tokens, self.heap_words, {"PREDICTED": f"{len(prediction)}", **stop, **environ})
                 for name in ("state", "ring", "tokens"):  # each rank has found them by itself
                     files = [(self.folder / f"{name}.{rank}.bin").read_bytes() for rank in self.ranks]
                     assert files == files[:1] * len(files), name
             state = np.fromfile(self.folder / "state.0.bin", DECODE_STATE.dtype)
             assert drafts is None or state["draft_looked"][0] == state["position"][0], "all tokens are looked up"
+            assert not stops or state["position"][0] <= stops[0]
+            stops = stops[1:] if stops and state["position"][0] == stops[0] else stops
             if state["finish"][0]:
                 break
+        assert not stops
         ring = np.fromfile(self.folder / "ring.0.bin", np.uint64).reshape(-1, 2)
         ids, endings = (ring[ring[:, 0] != 0] & np.uint64(0xFFFFFFFF)).T.tolist()
         drafted = [LastOfPass(i, e >> 8 & 0xFF, e >> 16 & 0xFF, bool(e >> 24)) for i, e in enumerate(endings) if e >> 8]

@@ -154,6 +154,21 @@ def test_shapes_of_published_delta_nets_are_sums_over_their_layers(name: str, nu
     assert weights <= shape.num_ctas * shape.tape.num_values <= 1.06 * weights
 
 
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "tokens"), [("Qwen3.5-27B", 2, 4), ("Qwen3.5-9B", 1, 2), ("Qwen3.5-4B", 1, 4), ("Qwen3.5-4B", 4, 4)]
+)
+def test_words_of_passes_of_several_tokens_are_proved(name: str, num_ranks: int, tokens: int) -> None:
+    """And they have room in shared memory; what items keep of tokens that may not count is no memory of a sequence."""
+    spec = read_config(CONFIGS[name]).with_context(4096)
+    shape = KernelShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks, tokens=tokens)
+    assert word_findings(shape) == ()
+    assert shape.delta is not None
+    assert shape.delta == replace(shape, tokens=1).delta
+    words, count = shape.words.lists["DeltaKept"]
+    assert count == (tokens - 1) * shape.delta.num_items
+    assert shape.delta.kept_values <= 2 * words < shape.delta.kept_values + 32
+
+
 MIXTURES = ("Qwen3.5-35B-A3B", "Qwen3-Coder-Next", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kog_dist.workers.cuda.draft_builds import PASS_TOKENS
+from kog_dist.workers.cuda.draft_builds import NOWHERE, PASS_TOKENS
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS
 from kog_dist.workers.engines.launches import Launches
 
@@ -109,3 +109,36 @@ def test_a_stop_is_called_also_while_others_wait() -> None:
     assert (kernel.steps, called) == ([4], [1])
     launches.turn(0, 3)
     assert kernel.steps == [4, 3]
+
+
+class DecodesToItsStop:
+    """A kernel whose launches give a few positions each, and none behind where they are to stop."""
+
+    def __init__(self, first_position: int, per_launch: int) -> None:
+        self.position, self.per_launch, self.stops = first_position, per_launch, list[int]()
+        self.stream = SimpleNamespace(record=lambda: SimpleNamespace(done=True))
+
+    def launch(self, num_steps: int, *, stop_position: int = NOWHERE) -> None:
+        self.stops.append(stop_position)
+        self.position = min(self.position + self.per_launch, stop_position)
+
+    def state(self) -> dict[str, int]:
+        return {"position": self.position}
+
+
+@pytest.mark.parametrize("per_launch", [1, 7, 400])
+def test_launches_with_drafts_end_at_their_stops(per_launch: int) -> None:
+    """However many tokens a pass gives: nobody but the kernel knows how far a launch comes."""
+    kernel: Any = DecodesToItsStop(10, per_launch)
+    reached = list[int]()
+    launches = Launches(
+        kernel, 40, 300, one_by_one=False, has_drafts=True, stops=[30, 64, 128], at_stop=lambda: reached.append(kernel.position),
+        first_position=10,
+    )  # fmt: skip
+    while len(reached) < 3:
+        assert kernel.position <= 10 + 128
+        launches.refill(0)
+    assert reached == [40, 74, 138]
+    assert set(kernel.stops) - {NOWHERE} == set(reached)
+    launches.refill(0)
+    assert kernel.stops[-1] == NOWHERE

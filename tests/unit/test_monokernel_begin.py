@@ -232,6 +232,7 @@ class RawLaunches:
 def builds(kernel: Monokernel, monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = DraftBuilds.__new__(DraftBuilds)
     made._shape = SimpleNamespace(spec=SimpleNamespace(max_context=CONTEXT))
+    made.large_shape = SimpleNamespace(tokens=PASS_TOKENS)
     made._pairs = [[RawLaunches(), RawLaunches()] for _ in range(2)]
     made.costs, made._num_predicted = PassCosts(0.25, 0.125, 0.5), [0]
     made.words, made.logits = Memory(8, np.uint64), Memory(4, np.float32)
@@ -307,8 +308,10 @@ def test_delta_nets_have_a_state_with_each_cache(kernel: Monokernel) -> None:
     built = kernel._kernel = RawLaunches()  # type: ignore[assignment]
     kernel.begin((5, 6, 7), 9, SamplingParams(), cache=2)
     kernel.launch(30)
-    (raw,) = built.params
-    assert np.frombuffer(raw[-DELTA_PARAMS.size_bytes :], DELTA_PARAMS.dtype)[0].tolist() == (7, 8, 9, (1 << 20) + 2 * 4096)
+    kernel.launch(30, stop_position=20)
+    state_ptr, of_launches = (1 << 20) + 2 * 4096, [raw[-DELTA_PARAMS.size_bytes :] for raw in built.params]
+    found = [np.frombuffer(raw, DELTA_PARAMS.dtype)[0].tolist() for raw in of_launches]
+    assert found == [(7, 8, 9, state_ptr, NOWHERE), (7, 8, 9, state_ptr, 20)]
 
 
 def test_costs_are_what_passes_took_beyond_the_edges_of_launches() -> None:

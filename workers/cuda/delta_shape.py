@@ -98,9 +98,20 @@ class DeltaShape:
         return self.net.key_dim * self.net.value_dim // self.slices + self.net.conv_width * self.item_channels
 
     @property
+    def kept_values(self) -> int:
+        """What an item keeps of a token that may not count, in float32: inputs of its channels, and in each warp's own copy those
+        of decay and beta."""
+        return self.item_channels + 2 * _ATTEND_WARPS
+
+    @property
+    def num_items(self) -> int:
+        """Of all lanes and layers."""
+        return len(self.layers) * self.num_lanes * self.items
+
+    @property
     def num_bytes(self) -> int:
         """What a rank keeps of a sequence."""
-        return 4 * len(self.layers) * self.num_lanes * self.items * self.item_values
+        return 4 * self.num_items * self.item_values
 
     @property
     def vector_values(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.cuda.draft_builds import NOWHERE
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, HOST_PAGE
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.cuda.processors import ProcessedRequest, ProcessorsBuild
@@ -40,6 +41,7 @@ class DeviceSlot:
         self.processed: ProcessedRequest | None = None
         self.has_drafts = self.has_undrafted = False  # `has_undrafted`: passes without drafts, which these do not know of
         self.begins_at_head = False  # the next launch
+        self.stop_position = NOWHERE  # of the next launch: see `Monokernel.launch`
         self.left: Any = None  # what the last launch left in `state`, once that was read
 
     def leave_early(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from kog_dist.workers.cuda.build import PLAIN_SOURCE, PROCESSORS_SOURCE, build
 from kog_dist.workers.cuda.kernel_abi import DRAFT_PARAMS
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.model_limits import untried_in_passes
 from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from kog_dist.cuda.driver import Kernel
 
-PASS_TOKENS = 4  # of a pass with drafts
+PASS_TOKENS, FEWEST_TOKENS = 4, 2  # of a pass with drafts; beside delta nets where there is no room for so many
 GAP = NOWHERE = 0xFFFFFFFF
 MEASURED_POSITION, _MEASURED_PASSES = 512, 8
 _MASK_WAIT_MS = 0.2  # from a token that the kernel tells to its successor's mask: two processes of the host hear of it in turn
@@ -39,6 +41,9 @@ def drafting_shape(shape: KernelShape) -> KernelShape:
     try:
         return replace(shape, tokens=PASS_TOKENS)
     except ConfigError as error:
+        if shape.delta is not None:
+            with suppress(ConfigError):
+                return replace(shape, tokens=FEWEST_TOKENS)
         cause = str(error).removesuffix("; use passes of one token")
         raise ConfigError(f"{_REFUSAL}{cause}; leave it out") from error
 
@@ -54,12 +59,12 @@ def obstacle_to_drafts(shape: KernelShape) -> str:
 
 def why_unasked_without(shape: KernelShape) -> str:
     """Why engines have none where nobody asks for them, or nothing."""
-    if cause := obstacle_to_drafts(shape):
+    if cause := untried_in_passes(shape.spec) or obstacle_to_drafts(shape):
         return cause
     number, has_experts = shape.coding and shape.coding.number, shape.experts is not None
-    if shape.head_coding is None and number in _MEASURED[has_experts]:
+    if shape.head_coding is None and number in _MEASURED[has_experts] and shape.delta is None:
         return ""
-    kind = "these experts" if has_experts else "these quantised weights"
+    kind = "delta nets" if shape.delta is not None else "these experts" if has_experts else "these quantised weights"
     return f"with {kind} auto has none until prose is measured there; lookup has"
 
 
@@ -84,7 +89,7 @@ def draft_headers(shape: KernelShape) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """In passes of one token: what a pass of PASS_TOKENS takes more, what it takes to begin with such passes and to end, and to
+    """In passes of one token: what a pass of several takes more, what it takes to begin with such passes and to end, and to
     wait for a mask within a pass, at most all of one.
     """
 
@@ -120,7 +125,7 @@ class DraftBuilds:
         self._pairs = [[Kernel(cubin.path, kernel_name, SHARED_BYTES) for cubin in pair] for pair in made]
         first, end = shape.head.vocab_rows
         self.words = cupy.zeros(self.large_shape.words.num_words, cupy.uint64)
-        self.logits = cupy.zeros((PASS_TOKENS, end - first), cupy.float32)
+        self.logits = cupy.zeros((self.large_shape.tokens, end - first), cupy.float32)
         num_tokens = 2 * shape.spec.max_context + _ROOM
         self._tokens = [cupy.zeros(num_tokens, cupy.uint32) for _ in range(num_slots)]
         self._staged = [pinned(4 * num_tokens).view(np.uint32) for _ in range(num_slots)]
@@ -167,7 +172,7 @@ class DraftBuilds:
             prompt,
             prediction,
             max_tokens,
-            PASS_TOKENS,
+            self.large_shape.tokens,
             num_left=len(prompt) - first_position,
             extra=in_units(self.costs.extra),
             edge=in_units(self.costs.edge),
@@ -195,7 +200,7 @@ class DraftBuilds:
         """The `DRAFT_PARAMS` of a slot's request."""
         params = np.zeros((), DRAFT_PARAMS.dtype)
         params["tokens_ptr"], params["num_predicted"] = self._tokens[slot].data.ptr, self._num_predicted[slot]
-        params["pass_tokens"] = PASS_TOKENS
+        params["pass_tokens"] = self.large_shape.tokens
         params["extra"], params["edge"] = in_units(self.costs.extra), in_units(self.costs.edge)
         return params.tobytes()
 

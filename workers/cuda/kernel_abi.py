@@ -109,6 +109,7 @@ DELTA_PARAMS = Struct(
         Field(
             "state_ptr", "u64", "float32 (delta nets, lanes, items, DeltaShape.item_values); read behind the first token alone"
         ),
+        Field("stop_position", "u32", "of builds with drafts: launches end where states are behind so many tokens; ~0: nowhere"),
     ),
 )
 MAX_SEATS = 4  # requests whose tokens share a pass, each in a seat

@@ -384,10 +384,9 @@ def _of_tokens(shape: KernelShape) -> list[str]:
     """What stands against as many tokens in a pass as there are."""
     if shape.tokens == 1 and not shape.drafts:
         return []
-    if shape.delta is not None:  # whatever else there is
-        return ["delta nets"]
     spec = shape.spec
     against = {
+        "delta nets, of which each request has a state": shape.delta is not None and shape.company,
         f"passes of {shape.tokens} tokens (1, 2 or 4)": shape.tokens not in PASS_TOKENS,
         "a stream of each lane": not share_stream(spec),
         **({} if shape.experts is None else shape.experts.against_passes),

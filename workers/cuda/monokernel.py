@@ -29,7 +29,7 @@ from kog_dist.workers.cuda.build import PROCESSORS_SOURCE, build, program
 from kog_dist.workers.cuda.company_build import CompanyBuild, CompanySeat, company_headers
 from kog_dist.workers.cuda.device_slot import DeviceSlot
 from kog_dist.workers.cuda.device_weights import DeviceWeights
-from kog_dist.workers.cuda.draft_builds import MEASURED_POSITION, DraftBuilds, PassCosts, draft_headers
+from kog_dist.workers.cuda.draft_builds import MEASURED_POSITION, NOWHERE, DraftBuilds, PassCosts, draft_headers
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, DELTA_PARAMS, DRAFT_PARAMS, StampKind
 from kog_dist.workers.cuda.kernel_header import headers
@@ -185,7 +185,7 @@ class Monokernel:
         slot.tag, slot.cache = slot.tag % 0xFFFFFFFE + 1, cache
         slot.sampling, slot.stop_ids = sampling, tuple(stop_ids)
         slot.left, self._ran, self._together = None, slot, None
-        slot.begins_at_head = streams is not None
+        slot.begins_at_head, slot.stop_position = streams is not None, NOWHERE
         self._choose_epoch(int(before["epoch"]), begins_at_head=slot.begins_at_head)
         slot.processed = processed
         if processed is not None:
@@ -252,12 +252,14 @@ class Monokernel:
         while any((since * (num_layers + 1) - layer) % 0x10000 == 0 for layer in left):
             self._epoch, since = self._epoch + 2, since + 2
 
-    def launch(self, num_steps: int, stamps: Any = None) -> None:
+    def launch(self, num_steps: int, stamps: Any = None, *, stop_position: int = NOWHERE) -> None:
         """Queue at most `num_steps` more passes (those of the prompt count); does nothing once the request has ended.
 
-        `stamps`: uint64 array on the GPU for the time in ns at the end of each pass.
+        `stamps`: uint64 array on the GPU for the time in ns at the end of each pass. `stop_position`: with drafts and delta nets,
+        behind how many tokens the state is to stand when launches end, if the request comes so far.
         """
         slot = self._slot
+        slot.stop_position = stop_position
         if slot.has_drafts and slot.has_undrafted:
             self._resume_drafts(slot)
         slot.left = self._together = None
@@ -435,6 +437,7 @@ class Monokernel:
         for name in ("taps", "factors", "norm"):
             params[f"{name}_ptr"] = getattr(self.weights, f"delta_{name}").data.ptr
         params["state_ptr"] = int(self.nets.data.ptr) + self._slot.cache * delta.num_bytes
+        params["stop_position"] = self._slot.stop_position
         return params.tobytes()
 
     def token(self, index: int) -> DeviceToken | None:

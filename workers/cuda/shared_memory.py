@@ -66,7 +66,8 @@ class SharedMemory:
         values += self._choice_values
         values += 0 if self.delta is None else 2 * self.delta.item_channels + 4  # convolved
         values += tokens * (3 * PLACES + 1) if self.looks_up else 0  # drafting
-        barriers = 4 + halves * tokens + self.awaits_attention + 2 * self.num_sums + NUM_SQUARES + lanes
+        meetings = 0 if self.delta is None or tokens == 1 else 2  # convolved_full
+        barriers = meetings + 4 + halves * tokens + self.awaits_attention + 2 * self.num_sums + NUM_SQUARES + lanes
         return 4 * values + 8 * barriers + _NOTES_BYTES + _PADDING_BYTES
 
     @property

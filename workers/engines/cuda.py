@@ -37,6 +37,7 @@ from kog_dist.workers.cuda.company_build import company_shape, company_sizes
 from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, drafting_shape, drafts_processors
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_words import check_words
+from kog_dist.workers.cuda.model_limits import untried_in_passes
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.choice_check import ChoiceCheck
 from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device
@@ -86,6 +87,7 @@ class CudaEngine:
         self._min_prefill_tokens = MIN_PREFILL_TOKENS
         self._has_overflown = False  # prefill, in any request so far
         self._has_said_undrafted = False  # that a request has none
+        self._pass_tokens = PASS_TOKENS  # of a pass with drafts
         self._drafts_processors = False  # also where a request has processors
         self._pass_extra = 0.0  # what a pass of several tokens takes more than one of a single token, in such passes
         self._choices: ChoiceCheck | None = None  # None: nobody compares which experts are chosen
@@ -108,12 +110,14 @@ class CudaEngine:
             checkpoint, args.kv_dtype, world_size, whole_windows=args.whole_windows, checks_experts=args.check_experts
         )
         own = shapes[self._rank]
-        if args.drafts and own.delta is not None:
+        if args.drafts and (cause := untried_in_passes(spec)):
             args = self._args = replace(args, drafts=False)
             if self._rank == 0:
-                note("tokens are not drafted: the kernel has no passes of several tokens with delta nets")
+                note(f"tokens are not drafted: {cause}")
+        of_drafts = [drafting_shape(own)] if args.drafts else []
+        self._pass_tokens = of_drafts[0].tokens if of_drafts else 1
         for build in (
-            *([drafting_shape(own)] if args.drafts else []),
+            *of_drafts,
             *(company_shape(own, size) for size in company_sizes(own, args.parallel)),
         ):
             check_words(build)
@@ -143,7 +147,7 @@ class CudaEngine:
         slots, states = kv_blocks.pool_slots(shape, self._args.kept_bytes)
         host_slots = self._args.kept_host_bytes // kv_blocks.block_bytes(shape)
         # Drafts that were wrong are in the way of as many of the oldest positions.
-        ring_positions = max(shape.cache.ring_positions - (PASS_TOKENS - 1 if self._args.drafts else 0), 0)
+        ring_positions = max(shape.cache.ring_positions - (self._pass_tokens - 1 if self._args.drafts else 0), 0)
         layout = KvLayout(self._args.num_kv_caches, ring_positions)
         if shape.delta is not None:
             self._states = CudaStates(self._args.num_kv_caches)
@@ -221,7 +225,8 @@ class CudaEngine:
                 costs = self._peers.share_costs(costs)
             kernel.set_draft_costs(costs)
             self._pass_extra = costs.extra
-            note(f"passes with drafts have {PASS_TOKENS} tokens, and take {1 + costs.extra:.2f} times as long as those of one")
+            size, factor = self._pass_tokens, 1 + costs.extra
+            note(f"passes with drafts have {size} tokens, and take {factor:.2f} times as long as those of one")
             if self._prefill is not None:
                 self._prefill.forget(0)
 
@@ -424,7 +429,7 @@ class CudaEngine:
         if one.gain is not None:
             one.gain.catch_up(one.answer)
         elif (prediction := self._prediction(one.request)) is not None:
-            one.gain = DraftGain(one.request.prompt, prediction, one.answer, PASS_TOKENS, self._pass_extra)
+            one.gain = DraftGain(one.request.prompt, prediction, one.answer, self._pass_tokens, self._pass_extra)
 
     def _have_drafts(self, sharing: Sequence[CudaRequest]) -> bool:
         """Whether all of them have passes of their own in turn, since they have so many right drafts."""
@@ -580,6 +585,7 @@ class CudaEngine:
             company_steps=one.company_steps,
             stops=[save.place - first for save in one.saves],
             at_stop=partial(self._save_state, one),
+            first_position=first,
         )
         self._tell(RankStage.LAUNCHED, request.decode_slot)
         return launches

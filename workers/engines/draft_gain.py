@@ -57,7 +57,7 @@ class DraftGain:
 def gains_from_turns(gains: Sequence[DraftGain], extra: float) -> bool:
     """Whether requests are sooner done if each has passes of its own in turn, with drafts, than if they share passes without.
 
-    A pass with a token of each takes as long as one of PASS_TOKENS tokens, or less.
+    A pass with a token of each takes as long as one with drafts, or less.
     """
     num = len(gains)
     shared = 1 / (1 + extra * min((num - 1) / 3, 1))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.runtime.ring import Drafted, Finish
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.cuda.draft_builds import PassCosts
+from kog_dist.workers.cuda.draft_builds import NOWHERE, PassCosts
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS
 from kog_dist.workers.cuda.processors import ProcessedRequest
@@ -73,9 +73,9 @@ class DecodeKernel(Protocol):
         nothing.
         """
 
-    def launch(self, num_steps: int) -> None:
-        """Queue steps, with drafts passes: of several tokens, and fewer than so many where their number changes. They do nothing
-        once the request has ended.
+    def launch(self, num_steps: int, *, stop_position: int = NOWHERE) -> None:
+        """Queue steps, with drafts passes: of several tokens, and fewer than so many where their number changes, or where so many
+        positions are held. They do nothing once the request has ended.
         """
 
     def most_together(self) -> int:
@@ -147,11 +147,12 @@ class Launches:
     With `takes_turns` a launch has few steps, more with `has_peers`, and many if it `leaves_early`; in company one is queued, of
     at most `company_steps`; 0: the request is alone.
 
-    A launch ends behind each of `stops`, ascending numbers of steps, and the next one is queued when `at_stop` was called there,
-    also of a request that has ended before. Not with drafts.
+    A launch ends behind each of `stops`, ascending numbers of steps from `first_position` on, and the next one is queued when
+    `at_stop` was called there, also of a request that has ended before.
 
-    With `has_drafts` nobody knows how many tokens a launch gives, but one at least: they are queued until the answer has ended.
-    With `check` as well each is of one pass of each build, of the prompt, too.
+    With `has_drafts` nobody knows how many tokens a launch gives, but one at least: they are queued until the answer has ended;
+    one at a time while there are `stops`, since only its end says how far it came. With `check` as well each is of one pass of
+    each build, of the prompt, too.
     """
 
     def __init__(
@@ -169,14 +170,15 @@ class Launches:
         company_steps: int = 0,
         stops: Sequence[int] = (),
         at_stop: Callable[[], None] = lambda: None,
+        first_position: int = 0,
     ) -> None:
-        assert not (stops and has_drafts), "nobody knows how many steps there are"
         assert all(stop > 0 for stop in stops), "a launch has steps"
         self._stops, self._at_stop, self._num_steps_queued = deque(stops), at_stop, 0
         self._kernel, self._check, self._leaves_early, self._company_steps = kernel, check, leaves_early, company_steps
         self._most_queued = CHUNKS_QUEUED if check is None else 1
         self._answer_steps = ANSWER_STEPS  # of a launch
         self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
+        self._has_drafts, self._first_position = has_drafts, first_position
         self._queued: deque[tuple[Any, int]] = deque()  # event and steps of each launch under way
         if one_by_one or check is not None:
             most = PROMPT_STEPS if check is None else 1 if has_drafts else CHOICE_POSITIONS
@@ -221,10 +223,13 @@ class Launches:
 
     def refill(self, num_taken: int, *, holds: bool = False) -> bool:
         """Forget launches that have ended and queue the next ones, or none if it `holds`; whether any had ended."""
-        ended, most_queued = False, 1 if self._company_steps else self._most_queued
+        by_position = self._has_drafts and bool(self._stops)
+        ended, most_queued = False, 1 if self._company_steps or by_position else self._most_queued
         while self._queued and self._queued[0][0].done:
             self._num_steps_ended += self._queued.popleft()[1]
             ended = True
+        if ended and by_position:
+            self._num_steps_ended = int(self._kernel.state()["position"]) - self._first_position
         if ended and self._check is not None:
             self._check()
         if self._stops and self._num_steps_ended == self._stops[0]:
@@ -238,13 +243,16 @@ class Launches:
         while self._waiting and len(self._queued) < most_queued and self._waiting[0][1] <= num_taken:
             steps, after = self._waiting.popleft()
             most = self._company_steps or steps
-            if self._stops and not (most := min(most, self._stops[0] - self._num_steps_queued)):
+            if self._stops and not self._has_drafts and not (most := min(most, self._stops[0] - self._num_steps_queued)):
                 self._waiting.appendleft((steps, after))
                 break
             if steps > most:
                 self._waiting.appendleft((steps - most, after))
                 steps = most
-            self._kernel.launch(steps)
+            if self._stops and self._has_drafts:
+                self._kernel.launch(steps, stop_position=self._first_position + self._stops[0])
+            else:
+                self._kernel.launch(steps)
             self._num_steps_queued += steps
             self._queued.append((self._kernel.stream.record(), steps))
         return ended

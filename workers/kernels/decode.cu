@@ -44,6 +44,9 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
 #ifdef KOG_AWAITS_ATTENTION
     mbar_init(role.base + KOG_OFFSET(attended_full), kAttendWarps);
 #endif
+#ifdef KOG_DELTA_PASSES
+    for (int i = 0; i < 2; ++i) mbar_init(role.base + KOG_OFFSET(convolved_full[i]), kAttendWarps);
+#endif
 #ifdef KOG_EXPERTS
     mbar_init(role.base + KOG_OFFSET(choice_full), 1);
     for (int i = 0; i < kChosen; ++i) shared.chosen[0][i] = 0;
@@ -130,12 +133,17 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
         if (warp == kLoaderWarp) load_tape(params, role);
         else if (warp == kFinalWarp) finalize(params, peers, role);
         else if (warp == kSampleWarp) {
+#if defined KOG_DRAFTS && defined KOG_DELTA
+            const u32 stop_position = launch.delta.stop_position;
+#elif defined KOG_DRAFTS
+            constexpr u32 stop_position = 0;
+#endif
 #if defined KOG_PROCESSORS && defined KOG_DRAFTS
-            sample_processor_drafts(params, peers, launch.processors, launch.drafts, launch.told, role, num_steps);
+            sample_processor_drafts(params, peers, launch.processors, launch.drafts, launch.told, role, num_steps, stop_position);
 #elif defined KOG_PROCESSORS
             sample_processors(params, peers, launch.processors, role, num_steps);
 #elif defined KOG_DRAFTS
-            sample_drafts(params, peers, launch.drafts, role, num_steps);
+            sample_drafts(params, peers, launch.drafts, role, num_steps, stop_position);
 #elif defined KOG_COMPANY
             sample_company(params, peers, role, num_steps);
 #else

@@ -6,7 +6,7 @@
 // read, by whom and in which order is the same.
 #pragma once
 #include "attend_batches.cuh"
-#include "delta.cuh"
+#include "delta_pass.cuh"
 
 namespace kog {
 
@@ -429,11 +429,18 @@ template <class Nets>
 __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets& nets, const Role& role, u32 warp) {
     Attender attender{params, role, warp, laneid()};
     Pass pass;
+#ifdef KOG_DELTA_PASSES
+    DeltaStates states;
+    pass.is_none = 0;  // where warps leave before a pass is announced
+#endif
     for (u32 turn = 0; begin_pass(role, turn, pass); ++turn) {
         const u32 position = pass.position;
         attender.turn = turn;
 #ifdef KOG_COMPANY
         attender.sit(pass);
+#endif
+#ifdef KOG_DELTA_PASSES
+        states.begin_pass(turn, position);
 #endif
         if (!kHeadOnly) attender.keep_apart(position, attender.tag_in(kFirstFull));
         const auto end_product = [&](u32 i) {
@@ -450,10 +457,14 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
             if (has_delta_net(at.layer())) {
                 const u32 lane_idx = at.lane() + i % kDeltaInLanes;
                 const DeltaRule rule{params, nets, role, warp, attender.lane, turn, attender.product};
+#ifdef KOG_DELTA_PASSES
+                if (!states.take(rule, at.layer(), lane_idx, position, kTokens, attender.tag_in(at.layer()), attender.first_vector + attender.product + 1)) return;
+#else
 #pragma unroll 1
                 for (u32 item = first_delta_item(role, at.layer(), lane_idx); item < kDeltaItems; item += kNumCtas)
                     if (!rule.item(at.layer(), lane_idx, item, position, attender.tag_in(at.layer()), attender.num_items++, attender.first_vector + attender.product + 1))
                         return;
+#endif
                 end_product(i);
                 continue;
             }
@@ -482,7 +493,13 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
             end_product(i);
         }
         attender.first_vector += kTokenVectors - (has_head(role, turn) ? 0 : kHeadProducts);
+#ifdef KOG_DELTA_PASSES
+        states.end_pass(position);
+#endif
     }
+#ifdef KOG_DELTA_PASSES
+    if (pass.is_none) states.settle(params, nets, role, warp, pass.position);
+#endif
 }
 
 }  // namespace kog

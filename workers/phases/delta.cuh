@@ -48,35 +48,117 @@ struct DeltaRule {
     }
     static __device__ __forceinline__ float half_of(u64 word, u32 row) { return row & 1 ? second_of(word) : first_of(word); }
 
-    // `number`: of all items that this thread block had in this launch, attention's too. `product`: products up to the one that made the inputs.
+    // Until all warps have left what they have convolved. False: leave.
+    __device__ __forceinline__ bool meet(u32 barrier, u32 number) const {
+        __syncwarp();
+        if (lane == 0) mbar_arrive(barrier);
+        return mbar_wait(role.stopped(), barrier, number / 2 & 1);
+    }
+
+    // Of this thread's keys four columns at a time.
+    using Columns = float4[kColumnGroups][kThreadKeys];
+    // A state behind `position` tokens. Before the first one there is nothing.
+    static __device__ __forceinline__ void load_columns(const float4* stored, u32 position, Columns& columns) {
+#pragma unroll
+        for (u32 group = 0; group < kColumnGroups; ++group)
+#pragma unroll
+            for (u32 k = 0; k < kThreadKeys; ++k) {
+                columns[group][k] = make_float4(0, 0, 0, 0);
+                if (position > 0) columns[group][k] = stored[group * kKeyDim + k * 32];
+            }
+    }
+    // A tree over the groups of this warp, whose sum is the first one's.
+    static __device__ __forceinline__ void add_up(float (&squares)[kColumnGroups]) {
+#pragma unroll
+        for (u32 width = 1; width < kColumnGroups; width *= 2)
+#pragma unroll
+            for (u32 group = 0; group < kColumnGroups; group += 2 * width) squares[group] = __fadd_rn(squares[group], squares[group + width]);
+    }
+    // Outputs of four columns times the norm's weights and SiLU of their gates.
+    static __device__ __forceinline__ void gate(const u16* norm, const ulonglong2& gates, float (&out)[4]) {
+        const float z[4] = {first_of(gates.x), second_of(gates.x), first_of(gates.y), second_of(gates.y)};
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) out[i] *= WeightFormat::low(norm[i]) * (z[i] * sigmoid(z[i]));
+    }
+    __device__ __forceinline__ void load_taps(u32 net, u32 row, float (&taps)[kConvWidth]) const {
+        const u16* of_channel = reinterpret_cast<const u16*>(delta.taps_ptr) + u64{net * kDeltaChannels + row} * kConvWidth;
+#pragma unroll
+        for (u32 tap = 0; tap < kConvWidth; ++tap) taps[tap] = WeightFormat::low(of_channel[tap]);
+    }
+    // The last inputs of a channel, the oldest first.
+    static __device__ __forceinline__ void load_past(const float* inputs, u32 position, u32 channel, float (&past)[kConvWidth - 1]) {
+#pragma unroll
+        for (u32 tap = 0; tap + 1 < kConvWidth; ++tap) {
+            const u32 back = kConvWidth - 1 - tap;
+            past[tap] = position >= back ? inputs[(position - back) % kConvWidth * kItemChannels + channel] : 0.0f;
+        }
+    }
+    // The convolution of a channel, from the oldest input to the newest; SiLU follows.
+    static __device__ __forceinline__ float convolve(const float (&past)[kConvWidth - 1], float newest, const float (&taps)[kConvWidth]) {
+        float sum = 0;
+#pragma unroll
+        for (u32 tap = 0; tap + 1 < kConvWidth; ++tap) sum = __fmaf_rn(past[tap], taps[tap], sum);
+        return __fmaf_rn(newest, taps[kConvWidth - 1], sum);
+    }
+    // Query and key, normalised, of which a thread has every 32nd value; returns their product.
+    __device__ __forceinline__ float take_heads(const float* convolved, float (&query)[kThreadKeys], float (&key)[kThreadKeys]) const {
+        float query_squares = 0, key_squares = 0, both = 0;
+#pragma unroll
+        for (u32 k = 0; k < kThreadKeys; ++k) {
+            query[k] = convolved[k * 32 + lane], key[k] = convolved[kKeyDim + k * 32 + lane];
+            query_squares = __fmaf_rn(query[k], query[k], query_squares), key_squares = __fmaf_rn(key[k], key[k], key_squares);
+        }
+        const float query_scale = inverse_root_approx(sum_of_warp(query_squares) + kUnitEps) * kDeltaQueryScale;
+        const float key_scale = inverse_root_approx(sum_of_warp(key_squares) + kUnitEps);
+#pragma unroll
+        for (u32 k = 0; k < kThreadKeys; ++k) {
+            query[k] *= query_scale, key[k] *= key_scale;
+            both = __fmaf_rn(key[k], query[k], both);
+        }
+        return sum_of_warp(both);
+    }
+    // The rule, four columns at a time: S = decay S; S += k u^T with u = beta (v - S^T k); out = S^T q, which is decay S^T q + (k q) u of the old S.
+    // u and `out`, which is zeros before.
+    static __device__ __forceinline__ void take_outputs(const float4 (&old)[kThreadKeys], const float (&query)[kThreadKeys], const float (&key)[kThreadKeys],
+                                                        float both, const float* values, float decay, float beta, float (&out)[4], float (&change)[4]) {
+        float kept[4] = {};
+#pragma unroll
+        for (u32 k = 0; k < kThreadKeys; ++k) {
+            const float before[4] = {old[k].x, old[k].y, old[k].z, old[k].w};
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) kept[i] = __fmaf_rn(key[k], before[i], kept[i]), out[i] = __fmaf_rn(query[k], before[i], out[i]);
+        }
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const float value = values[i];
+            change[i] = beta * __fmaf_rn(-decay, sum_of_warp(kept[i]), value);
+            out[i] = sum_of_products(both, change[i], decay, sum_of_warp(out[i]));
+        }
+    }
+    // What becomes of a key's four values.
+    static __device__ __forceinline__ float4 advanced(const float4& before, float key, const float (&change)[4], float decay) {
+        return make_float4(sum_of_products(key, change[0], decay, before.x), sum_of_products(key, change[1], decay, before.y),
+                           sum_of_products(key, change[2], decay, before.z), sum_of_products(key, change[3], decay, before.w));
+    }
+    static __device__ __forceinline__ float decay_of(float rate, float input) { return exp2_approx(-rate * softplus(input) * kLog2e); }
+
+    // The item of a pass of one token. `number`: of all items that this thread block had in this launch, attention's too. `product`: products up to the one that made the inputs.
     __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 position, u32 tag, u32 number, u32 product) const {
         const u32 head = item_idx / kDeltaSlices, slice = item_idx % kDeltaSlices, layer_idx = delta_layers().num_before(layer);
         const u32 net = layer_idx * kLanes + lane_idx, thread = warp * 32 + lane, first_column = warp * kWarpColumns;
         float* state = reinterpret_cast<float*>(delta.state_ptr) + u64{net * kDeltaItems + item_idx} * kDeltaItemValues;
         float4* columns = reinterpret_cast<float4*>(state) + warp * (kColumnGroups * kKeyDim) + lane;
         float* inputs = state + kStateValues;
-        // All that is known before the inputs come is on its way. Before the first token there is nothing.
-        float4 old[kColumnGroups][kThreadKeys];
-#pragma unroll
-        for (u32 group = 0; group < kColumnGroups; ++group)
-#pragma unroll
-            for (u32 k = 0; k < kThreadKeys; ++k) {
-                old[group][k] = make_float4(0, 0, 0, 0);
-                if (position > 0) old[group][k] = columns[group * kKeyDim + k * 32];
-            }
+        // All that is known before the inputs come is on its way.
+        Columns old;
+        load_columns(columns, position, old);
         float past[kThreadChannels][kConvWidth - 1], taps[kThreadChannels][kConvWidth];
 #pragma unroll
         for (u32 i = 0; i < kThreadChannels; ++i) {
             const u32 channel = i * kAttendThreads + thread;
             if (channel >= kItemChannels) continue;
-            const u16* of_channel = reinterpret_cast<const u16*>(delta.taps_ptr) + u64{net * kDeltaChannels + row_of(channel, head, slice)} * kConvWidth;
-#pragma unroll
-            for (u32 tap = 0; tap < kConvWidth; ++tap) taps[i][tap] = WeightFormat::low(of_channel[tap]);
-#pragma unroll
-            for (u32 tap = 0; tap + 1 < kConvWidth; ++tap) {
-                const u32 back = kConvWidth - 1 - tap;
-                past[i][tap] = position >= back ? inputs[(position - back) % kConvWidth * kItemChannels + channel] : 0.0f;
-            }
+            load_taps(net, row_of(channel, head, slice), taps[i]);
+            load_past(inputs, position, channel, past[i]);
         }
         const u16* factors = reinterpret_cast<const u16*>(delta.factors_ptr) + net * (2 * kDeltaHeads) + head;
         const float rate = exp2_approx(WeightFormat::low(factors[0]) * kLog2e), dt_bias = WeightFormat::low(factors[kDeltaHeads]);
@@ -110,80 +192,38 @@ struct DeltaRule {
 
         if (warp == 0) stamp(role, kQuerySeen, turn, stamped);
 
-        // The convolution, from the oldest input to the newest, and SiLU.
         float* convolved = role.shared->convolved[number & 1];
 #pragma unroll
         for (u32 i = 0; i < kThreadChannels; ++i) {
             const u32 channel = i * kAttendThreads + thread;
             if (channel >= kItemChannels) continue;
             const float newest = half_of(got[i], row_of(channel, head, slice));
-            float sum = 0;
-#pragma unroll
-            for (u32 tap = 0; tap + 1 < kConvWidth; ++tap) sum = __fmaf_rn(past[i][tap], taps[i][tap], sum);
-            sum = __fmaf_rn(newest, taps[i][kConvWidth - 1], sum);
+            const float sum = convolve(past[i], newest, taps[i]);
             inputs[position % kConvWidth * kItemChannels + channel] = newest;
             convolved[channel] = sum * sigmoid(sum);
         }
-        const u32 full = role.base + KOG_OFFSET(merge_full) + (number & 1) * 8;
-        __syncwarp();
-        if (lane == 0) mbar_arrive(full);
-        if (!mbar_wait(role.stopped(), full, number / 2 & 1)) return false;
+        if (!meet(role.base + KOG_OFFSET(merge_full) + (number & 1) * 8, number)) return false;
         if (warp == 0) stamp(role, kScored, turn, stamped);
 
-        // Query and key, normalised, and their product.
-        float query[kThreadKeys], key[kThreadKeys], query_squares = 0, key_squares = 0, both = 0;
-#pragma unroll
-        for (u32 k = 0; k < kThreadKeys; ++k) {
-            query[k] = convolved[k * 32 + lane], key[k] = convolved[kKeyDim + k * 32 + lane];
-            query_squares = __fmaf_rn(query[k], query[k], query_squares), key_squares = __fmaf_rn(key[k], key[k], key_squares);
-        }
-        const float query_scale = inverse_root_approx(sum_of_warp(query_squares) + kUnitEps) * kDeltaQueryScale;
-        const float key_scale = inverse_root_approx(sum_of_warp(key_squares) + kUnitEps);
-#pragma unroll
-        for (u32 k = 0; k < kThreadKeys; ++k) {
-            query[k] *= query_scale, key[k] *= key_scale;
-            both = __fmaf_rn(key[k], query[k], both);
-        }
-        both = sum_of_warp(both);
-        const float decay = exp2_approx(-rate * softplus(half_of(of_decay, decay_row) + dt_bias) * kLog2e), beta = sigmoid(half_of(of_beta, beta_row));
+        float query[kThreadKeys], key[kThreadKeys];
+        const float both = take_heads(convolved, query, key);
+        const float decay = decay_of(rate, half_of(of_decay, decay_row) + dt_bias), beta = sigmoid(half_of(of_beta, beta_row));
 
-        // The rule, four columns at a time: S = decay S; S += k u^T with u = beta (v - S^T k); out = S^T q, which is decay S^T q + (k q) u of the old S.
         const u16* norm = reinterpret_cast<const u16*>(delta.norm_ptr) + layer_idx * kValueDim + slice * kSliceColumns + first_column;
         u64* attended = base + kAttendedOffset + (lane_idx * kReplicas + lane) * (kTokens * kAttendedStride) +
                         (head * kValueDim + slice * kSliceColumns + first_column) / 2;
         float squares[kColumnGroups];
 #pragma unroll
         for (u32 group = 0; group < kColumnGroups; ++group) {
-            float kept[4] = {}, out[4] = {}, change[4];
+            float out[4] = {}, change[4];
+            take_outputs(old[group], query, key, both, convolved + 2 * kKeyDim + first_column + group * 4, decay, beta, out, change);
 #pragma unroll
-            for (u32 k = 0; k < kThreadKeys; ++k) {
-                const float values[4] = {old[group][k].x, old[group][k].y, old[group][k].z, old[group][k].w};
-#pragma unroll
-                for (u32 i = 0; i < 4; ++i) kept[i] = __fmaf_rn(key[k], values[i], kept[i]), out[i] = __fmaf_rn(query[k], values[i], out[i]);
-            }
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) {
-                const float value = convolved[2 * kKeyDim + first_column + group * 4 + i];
-                change[i] = beta * __fmaf_rn(-decay, sum_of_warp(kept[i]), value);
-                out[i] = sum_of_products(both, change[i], decay, sum_of_warp(out[i]));
-            }
-#pragma unroll
-            for (u32 k = 0; k < kThreadKeys; ++k) {
-                const float4 before = old[group][k];
-                columns[group * kKeyDim + k * 32] =
-                    make_float4(sum_of_products(key[k], change[0], decay, before.x), sum_of_products(key[k], change[1], decay, before.y),
-                                sum_of_products(key[k], change[2], decay, before.z), sum_of_products(key[k], change[3], decay, before.w));
-            }
+            for (u32 k = 0; k < kThreadKeys; ++k) columns[group * kKeyDim + k * 32] = advanced(old[group][k], key[k], change, decay);
             squares[group] = __fadd_rn(sum_of_products(out[0], out[0], out[1], out[1]), sum_of_products(out[2], out[2], out[3], out[3]));
-            const float z[4] = {first_of(gates[group].x), second_of(gates[group].x), first_of(gates[group].y), second_of(gates[group].y)};
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) out[i] *= WeightFormat::low(norm[group * 4 + i]) * (z[i] * sigmoid(z[i]));
+            gate(norm + group * 4, gates[group], out);
             if (lane < kReplicas) store_relaxed_x2(attended + 2 * group, make_pair_word(out[0], out[1], tag), make_pair_word(out[2], out[3], tag));
         }
-#pragma unroll
-        for (u32 width = 1; width < kColumnGroups; width *= 2)
-#pragma unroll
-            for (u32 group = 0; group < kColumnGroups; group += 2 * width) squares[group] = __fadd_rn(squares[group], squares[group + width]);
+        add_up(squares);
         if (lane < kReplicas)
             store_relaxed(base + kDeltaSquaresOffset + (lane_idx * kReplicas + lane) * (kTokens * kDeltaSquaresStride) + head * kSquareWords +
                               slice * kAttendWarps + warp,

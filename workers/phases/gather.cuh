@@ -95,13 +95,23 @@ struct Gatherer : DeltaGatherer {
 #endif
         return true;
     }
+    // How x of a layer's first product is kept.
+    template <bool kHasNet>
+    using MixerX = typename OneOf<kHasNet, NetInputX, AttentionX>::Type;
     // x of the vector of each token, in this warp's part of shared memory. `squares`: of this thread's values. False: leave.
     // `kHasNet`: of a delta net's input; where its output has a form of its own, of that, too.
     template <int kPhase, bool kHasNet>
     __device__ __forceinline__ bool gather(const Place& at, float (&squares)[kTokens]) {
         if constexpr (kTokens > 1) {
             if constexpr (kPhase == kOutPhase) {
-                if (!gather_tokens<AttendedSlice, kOutPhase, false, AttentionX>(at, squares)) return false;
+#ifdef KOG_DELTA_PASSES
+                if (kPlainNetOutputs ? kHasNet : has_delta_net(at.layer())) {
+                    HeadScales scales;
+                    if (!wait_for_scales(at, scales)) return false;
+                    if (!take_tokens<AttendedSlice, kOutPhase>(at, [&](u32 token, int from) { write_heads(scales, token, from); })) return false;
+                } else
+#endif
+                    if (!gather_tokens<AttendedSlice, kOutPhase, false, AttentionX>(at, squares)) return false;
             } else if constexpr (kPhase == kDownPhase) {
 #ifndef KOG_EXPERTS  // else see down_of_union
                 if (!gather_tokens<FfnSlice, kDownPhase, false, LayerX>(at, squares)) return false;
@@ -113,10 +123,10 @@ struct Gatherer : DeltaGatherer {
                     for (u32 token = 0; token < kTokens; ++token) {
                         load_embedding_of(token);
                         widen_embedding();
-                        write_token<HiddenSlice, true, AttentionX>(token, squares);
+                        write_token<HiddenSlice, true, MixerX<kHasNet>>(token, squares);
                     }
                 } else if constexpr (kPhase == kQkvPhase) {
-                    if (!gather_tokens<HiddenSlice, kPhase, true, AttentionX>(at, squares)) return false;
+                    if (!gather_tokens<HiddenSlice, kPhase, true, MixerX<kHasNet>>(at, squares)) return false;
                 } else if (!gather_tokens<HiddenSlice, kPhase, true, LayerX, kRouterX != 0>(at, squares)) {
                     return false;
                 }
@@ -153,7 +163,7 @@ struct Gatherer : DeltaGatherer {
             } else if (!gather_units<HiddenSlice, kPhase>(at)) {
                 return false;
             }
-            if constexpr (kPhase == kQkvPhase) write_units<HiddenSlice, true, typename OneOf<kHasNet, NetInputX, AttentionX>::Type>(squares);
+            if constexpr (kPhase == kQkvPhase) write_units<HiddenSlice, true, MixerX<kHasNet>>(squares);
             else write_units<HiddenSlice, true, LayerX, kRouterX != 0>(squares);
         }
         loaded = false;

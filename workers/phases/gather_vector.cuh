@@ -86,19 +86,19 @@ struct VectorGatherer {
             return role.base + KOG_OFFSET(x) + (warp * kMaxPer + (unit >> 3)) * kXStepBytes + token * 128 + ((unit & 7) >> 1) * 16 + (unit & 1) * 8;
         return role.base + KOG_OFFSET(x) + (warp * kMaxPer + (unit >> 3)) * 128 + (unit & 1) * 64 + ((unit & 7) >> 1) * 8;
     }
-    // x of this warp's units, of which each thread has kLoads: number i * 32 + `lane` is `unit(i)`, if it `is_mine(i)`.
+    // x of this warp's units of a token, of which each thread has kLoads: number i * 32 + `lane` is `unit(i)`, if it `is_mine(i)`.
     // kOfVector of them are of one vector.
     template <class X, int kLoads, int kOfVector, class Unit, class Mine>
-    __device__ __forceinline__ void write_all(Unit unit, Mine is_mine) {
+    __device__ __forceinline__ void write_all(Unit unit, Mine is_mine, u32 token = 0) {
         if constexpr (X::kIsInteger) {
             float4 v[kLoads];
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) v[i] = unit(i);
-            X::template write<kOfVector / 32>(lane, role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128), v);
+            X::template write<kOfVector / 32>(lane, role.base + KOG_OFFSET(x) + warp * (kMaxPer * kXStepBytes) + X::of_token(token), v);
         } else {
 #pragma unroll
             for (int i = 0; i < kLoads; ++i)
-                if (is_mine(i)) write_x<X>(place_of(i * 32 + lane), unit(i));
+                if (is_mine(i)) write_x<X>(place_of(i * 32 + lane, token), unit(i));
         }
     }
     // x of a unit: in two 16-bit parts.
@@ -280,8 +280,9 @@ struct VectorGatherer {
         if constexpr (kPhase == kHeadPhase) return source<kQkvPhase>(at);
         else return source<kPhase>(at);
     }
-    template <class S, int kPhase, bool kNormed, class X, bool kForRouter = false>
-    __device__ __forceinline__ bool gather_tokens(const Place& at, float (&squares)[kTokens]) {
+    // Each token's words as they come: `write(token, from)` takes those that are in `got` from `from` on.
+    template <class S, int kPhase, class Write>
+    __device__ __forceinline__ bool take_tokens(const Place& at, Write write) {
         Source from = source_of_pass<kPhase>(at);
         const u64* const words = from.words;
         if (!loaded && !wait_until_near<kPhase == kHeadPhase ? kQkvPhase : kPhase>(role, source_lane<kPhase>(at.lane()), at.index())) return false;
@@ -296,9 +297,13 @@ struct VectorGatherer {
                 load_units_to<S, false, kLanesApart<kPhase>, true, kAtOnce<S>>(got, from.words, from.tag);
             }
 #pragma unroll
-            for (int i = 0; i < kAtOnce<S>; ++i) write_token<S, kNormed, X, kForRouter>(first + i, squares, i * kMany);
+            for (int i = 0; i < kAtOnce<S>; ++i) write(first + i, i * kMany);
         }
         return true;
+    }
+    template <class S, int kPhase, bool kNormed, class X, bool kForRouter = false>
+    __device__ __forceinline__ bool gather_tokens(const Place& at, float (&squares)[kTokens]) {
+        return take_tokens<S, kPhase>(at, [&](u32 token, int from) { write_token<S, kNormed, X, kForRouter>(token, squares, from); });
     }
     // x of a token whose words are in `got` from `from` on, and the sum of its squares where it is normed. `kForRouter`: see write_units.
     template <class S, bool kNormed, class X, bool kForRouter = false>

@@ -54,7 +54,7 @@ constexpr u32 kDeltaMatrixRows = kDeltaPlainRows + kFactorTerms * 2 * kDeltaHead
 static_assert((kFactorTerms == 1 || kFactorTerms == 2 || kFactorTerms == 4) && kDeltaPlainRows % (2 * kFactorTerms) == 0, "whole words of neighbouring rows");
 constexpr u32 kDeltaItems = kDeltaHeads * kDeltaSlices, kSquareWords = kDeltaSlices * kAttendWarps;  // of a lane and layer; of a head
 constexpr u32 kSliceColumns = kValueDim / kDeltaSlices, kItemChannels = 2 * kKeyDim + kSliceColumns;
-static_assert(kTokens == 1 && kDeltaValues == kQueryRows, "a token of a pass; OUT has the same form in all layers");
+static_assert(kDeltaValues == kQueryRows, "OUT has the same form in all layers");
 __device__ __forceinline__ bool has_delta_net(u32 layer) { return delta_layers().has(layer); }
 __device__ __forceinline__ u32 attention_layer(u32 layer) { return layer - delta_layers().num_before(layer); }  // its number among those with attention
 #else
@@ -65,8 +65,8 @@ __device__ __forceinline__ constexpr u32 attention_layer(u32 layer) { return lay
 #endif
 // Whether the tokens of a pass are of different requests.
 #ifdef KOG_COMPANY
-#if defined KOG_DRAFTS || defined KOG_PROCESSORS || defined KOG_HEAD_ONLY
-#error "a build with several requests has neither drafts nor processors, and no first step that is an LM head alone"
+#if defined KOG_DRAFTS || defined KOG_PROCESSORS || defined KOG_HEAD_ONLY || defined KOG_DELTA
+#error "a build with several requests has neither drafts nor processors nor states, and no first step that is an LM head alone"
 #endif
 constexpr bool kCompany = true;
 static_assert(kTokens > 1 && kTokens <= sizeof(KogCompanyParams::state_ptr) / sizeof(u64), "a seat for each token");
@@ -254,8 +254,9 @@ static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRo
 // does not need while the LM head and sampling run, or in room of their own.
 constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaRows / 32 + 2;
 // What attention's warps leave of a split. Of several tokens two have the same warps, where a team's shares suffice for these, but not two requests, whose
-// caches are others; of as many tokens as there are warps there is no second buffer.
-constexpr int kWarpTokens = !kCompany && kTokens > 1 && 2 * kAttendWarps / kTokens <= kTeamWarps ? 2 : 1, kTokenWarps = kAttendWarps * kWarpTokens / kTokens;
+// caches are others, nor long heads, whose queries fill the registers; of as many tokens as there are warps there is no second buffer.
+constexpr bool kShareWarps = !kCompany && kTokens > 1 && kHeadDim <= 128 && 2 * kAttendWarps / kTokens <= kTeamWarps;
+constexpr int kWarpTokens = kShareWarps ? 2 : 1, kTokenWarps = kAttendWarps * kWarpTokens / kTokens;
 constexpr int kAttendedHalves = kTokens == kAttendWarps ? 1 : 2;
 constexpr bool kMergesInTurn = kAttendedHalves == 1 && kTokenWarps > 1;  // a warp must not store what another one still reads
 static_assert(!kMergesInTurn || kWarpTokens == 2, "the second token's barrier says that all have read");
@@ -327,6 +328,9 @@ struct Shared {
     alignas(16) float convolved[2][kItemChannels];   // query, key and columns of the value of a delta net's item, items in turn
 #endif
     u64 full[kRingPieces], empty[kRingPieces];
+#ifdef KOG_DELTA_PASSES
+    u64 convolved_full[2];
+#endif
     u64 red_full[kSums], red_empty[kSums], squares_full[kSquares], head_squares_full, merge_full[kAttendedHalves * kTokens], pass_full, pass_ended, lane_done[kLanes];
     Pass passes[2];                                  // of a launch, in turn
     volatile u32 newest_position;                    // of the newest one

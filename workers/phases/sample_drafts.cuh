@@ -10,8 +10,9 @@ namespace kog {
 // Of a build's own words.
 __device__ __forceinline__ u32& passes_of(KogDecodeState& state) { return kTokens == 1 ? state.epoch : state.pass_epoch; }
 
+// `stop_position`: of models with delta nets, behind how many tokens states are to stand when the launch ends, if it comes so far.
 __device__ __forceinline__ void sample_drafts(const KogDecodeParams& params, const KogPeers& peers, const KogDraftParams& drafts, const Role& role,
-                                              u32 num_steps) {
+                                              u32 num_steps, u32 stop_position) {
     KogDecodeState& state = *reinterpret_cast<KogDecodeState*>(params.state_ptr);
     const u32* prompt = reinterpret_cast<const u32*>(params.prompt_ptr);
     const u32* fixed = reinterpret_cast<const u32*>(params.drafts_ptr);  // by position, instead of looking up
@@ -28,7 +29,8 @@ __device__ __forceinline__ void sample_drafts(const KogDecodeParams& params, con
     u64 hash = static_cast<u64>(state.hash[1]) << 32 | state.hash[0];
 #endif
     for (u32 turn = 0;; ++turn) {
-        const bool leave = turn == num_steps || finish != kNoneFinish || others_wait || (fixed == nullptr && drafter.per_pass != kTokens);
+        const bool leave = turn == num_steps || finish != kNoneFinish || others_wait || (fixed == nullptr && drafter.per_pass != kTokens) ||
+                           (kDeltaLayers > 0 && position >= stop_position);
         if (leave && role.cta == 0 && lane == 0 && turn > 0) {
 #ifdef KOG_HASHES
             state.hash[0] = static_cast<u32>(hash), state.hash[1] = static_cast<u32>(hash >> 32);
@@ -56,7 +58,8 @@ __device__ __forceinline__ void sample_drafts(const KogDecodeParams& params, con
         if (lane == 0) announce(role, turn, pass);
         __syncwarp();
         if (leave) return;
-        const u32 num_known = fixed != nullptr ? kTokens : 1 + lead + num_drafted;
+        const u32 num_there = fixed != nullptr ? kTokens : 1 + lead + num_drafted;
+        const u32 num_known = kDeltaLayers > 0 ? min(num_there, stop_position - position) : num_there;
         if (fixed == nullptr && position + kTokens >= num_prompt)
             drafter.prepare(drafter.index_of(last), kTokens - lead, role.shared->passes[turn & 1].tokens + 1 + lead);
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(pass_ended), turn & 1)) return;

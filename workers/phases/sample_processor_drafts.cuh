@@ -35,7 +35,8 @@ struct ForcedDrafter : Drafter {
 };
 
 __device__ __forceinline__ void sample_processor_drafts(const KogDecodeParams& params, const KogPeers& peers, const KogProcessorParams& processors,
-                                                    const KogDraftParams& drafts, const KogForcedParams& told, const Role& role, u32 num_steps) {
+                                                    const KogDraftParams& drafts, const KogForcedParams& told, const Role& role, u32 num_steps,
+                                                    u32 stop_position) {
     KogDecodeState& state = *reinterpret_cast<KogDecodeState*>(params.state_ptr);
     const u32* prompt = reinterpret_cast<const u32*>(params.prompt_ptr);
     const u32 lane = laneid(), num_prompt = role.num_prompt;
@@ -57,12 +58,13 @@ __device__ __forceinline__ void sample_processor_drafts(const KogDecodeParams& p
         return reporter.report(chooser.report_tag(), chooser.position() + 1 - num_prompt, params.request_tag);
     };
     for (u32 turn = 0;; ++turn) {
-        const bool leave = turn == num_steps || finish != kNoneFinish || drafter.per_pass != kTokens;
+        const bool leave = turn == num_steps || finish != kNoneFinish || drafter.per_pass != kTokens || (kDeltaLayers > 0 && position >= stop_position);
         // The first token is known, and those of the prompt; drafts stand behind them.
         const u32 lead = position + 1 < num_prompt ? min(num_prompt - 1 - position, kTokens - 1u) : 0;
         const u32 last = position + lead, num_answered = last + 1 - min(num_prompt, last + 1);
         const u32 most = min(load_shared_u32(role.base + KOG_OFFSET(max_tokens)), kMaxContext - num_prompt);  // tokens of the answer
         const u32 num_drafted = min(min(drafter.num, kTokens - 1u - lead), most - min(most, num_answered + 1));
+        const u32 num_following = kDeltaLayers > 0 ? min(lead + num_drafted, stop_position - position - 1) : lead + num_drafted;
         u32 mine = token;
         if (lane > 0 && lane < kTokens && position + lane < kMaxContext) {
             if (position + lane < num_prompt) mine = prompt[position + lane];
@@ -106,7 +108,7 @@ __device__ __forceinline__ void sample_processor_drafts(const KogDecodeParams& p
                 after = processors.flags;
             }
             ++num_kept, num_new += !is_inner;
-            counts = finish == kNoneFinish && i < lead + num_drafted && token == role.shared->passes[turn & 1].tokens[(i + 1) % kTokens];
+            counts = finish == kNoneFinish && i < num_following && token == role.shared->passes[turn & 1].tokens[(i + 1) % kTokens];
             u32 said = 0;  // by the pass's last token
             if (!counts && num_new > 0) said = num_drafted << 8 | min(num_new - 1, num_drafted) << 16 | (num_drafted > 0 && drafter.is_of_prediction()) << 24;
             tell_host(params, role, turn, position, token, finish, said);

@@ -7,8 +7,8 @@
 // DRAFTS: with it drafts.bin (uint32) has the token that is expected at each position, for passes of several tokens. INVERSE_TEMPERATURE:
 // the bits of 1 / temperature, with seed 5. kv.RANK.bin gets the cache.
 // RESUME: the steps of the only launch, which goes on from state.RANK.bin, tokens.RANK.bin (uint32: prediction, a gap, prompt and answer), and words.RANK.bin, kv.RANK.bin,
-// heap.RANK.bin and ring.RANK.bin where they are there; all of them are written. So builds take turns. PREDICTED, PASS_TOKENS, EXTRA, EDGE: of KogDraftParams.
-// OTHERS_WAIT: so that it is to end early.
+// heap.RANK.bin, ring.RANK.bin and nets.RANK.bin where they are there; all of them are written. So builds take turns. PREDICTED, PASS_TOKENS, EXTRA, EDGE: of KogDraftParams.
+// OTHERS_WAIT: so that it is to end early. STOP: stop_position of KogDeltaParams.
 // FIRST: the position of the first token that is decoded, for a log of accesses: with LOG in the environment accesses.bin says who stored and
 // found which words, of ranks' own memories and then of their heaps.
 // Ends with 4 when that takes too long, with 5 when a rank does not end well (record.RANK.bin says why), with 6 when invalid streams were
@@ -115,7 +115,7 @@ int main(int num_arguments, char** argv) {
         if (setting("OTHERS_WAIT")) reinterpret_cast<KogHostPage*>(r.host.at)->cancelled_tag = ~0u;
         if (read_if_there("words" + number, r.words)) twin::most_patience = twin::kMostPatience;  // it is not the first launch
         read_if_there("state" + number, r.state), read_if_there("kv" + number, r.kv);
-        read_if_there("ring" + number, r.ring), read_if_there("heap" + number, r.heap);
+        read_if_there("ring" + number, r.ring), read_if_there("heap" + number, r.heap), read_if_there("nets" + number, r.nets);
     }
 #ifdef KOG_PROCESSORS
     static_assert(kRanks == 1, "one history");
@@ -156,6 +156,9 @@ int main(int num_arguments, char** argv) {
             p.trace_ptr = r.kept.ptr(), p.request_tag = 7;
 #ifdef KOG_DRAFTS
             packed.drafts = {r.tokens.ptr(), setting("PREDICTED"), setting("PASS_TOKENS"), setting("EXTRA"), setting("EDGE")};
+#ifdef KOG_DELTA
+            if (getenv("STOP")) packed.delta.stop_position = setting("STOP");
+#endif
             if (resumes) p.prompt_ptr = r.tokens.ptr() + 4 * (packed.drafts.num_predicted + 1);
 #endif
 #ifdef KOG_PROCESSORS
@@ -177,6 +180,6 @@ int main(int num_arguments, char** argv) {
         if (reinterpret_cast<const KogDecodeState*>(ranks[rank].state.at)->abort_mirror) return 5;
         write("logits" + number, ranks[rank].logits), write("state" + number, ranks[rank].state), write("ring" + number, ranks[rank].ring);
         write("kept" + number, ranks[rank].kept), write("kv" + number, ranks[rank].kv);
-        if (resumes) write("words" + number, ranks[rank].words), write("tokens" + number, ranks[rank].tokens), write("heap" + number, ranks[rank].heap);
+        if (resumes) write("words" + number, ranks[rank].words), write("tokens" + number, ranks[rank].tokens), write("heap" + number, ranks[rank].heap), write("nets" + number, ranks[rank].nets);
     }
 }

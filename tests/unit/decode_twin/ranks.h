@@ -58,7 +58,7 @@ KogLaunch launch_of(const std::vector<Rank>& ranks, u32 rank, const Memory& embe
     for (u32 i = 0; i < std::size(pointers); ++i) *pointers[i] = r.optional[i].ptr();
 #ifdef KOG_DELTA
     const Memory* of_nets = &r.optional[std::size(pointers)];
-    packed.delta = {of_nets[0].ptr(), of_nets[1].ptr(), of_nets[2].ptr(), r.nets.ptr()};
+    packed.delta = {of_nets[0].ptr(), of_nets[1].ptr(), of_nets[2].ptr(), r.nets.ptr(), ~0u};
 #endif
     p.rope_ptr = rope.ptr(), p.words_ptr = r.words.ptr(), p.logits_ptr = r.logits.ptr(), p.record_ptr = r.record.ptr();
     p.wait_limit_us = 2000000, p.vocab_first = rank * kVocabRows;

@@ -128,7 +128,7 @@ int main(int, char** argv) {
         }
         __syncthreads();
         if (threadIdx.x < 32) play_finaliser(role, played);
-        else sample_processor_drafts(d, peers, s, played.drafts, played.told, role, d.num_steps);
+        else sample_processor_drafts(d, peers, s, played.drafts, played.told, role, d.num_steps, 0);
     });
     for (u64 turns = 0; launch.running; ++turns) {
         if (turns > 2000000000) return 4;
