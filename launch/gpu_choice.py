@@ -158,7 +158,7 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
         for number, shape in enumerate(shapes):
             drafts = _drafts(settings, shape)
             has_prefill = prefill != "off" and not obstacle
-            notes = "; ".join(filter(None, (note, _ring_note(*shapes) if number else "", _draft_note(settings, shape))))
+            notes = "; ".join(filter(None, (note, _ring_note(*shapes) if number else "")))
             for together in _together(settings, shape, count):
                 uses = _bytes_by_use(checkpoint, shape, prefill=has_prefill, drafts=drafts, together=together)
                 is_asked = settings.parallel or settings.kv_caches or together == (1, 1)
@@ -248,21 +248,10 @@ def _choice(
 
 
 def _drafts(settings: LaunchConfig, shape: KernelShape) -> bool:
-    """Whether requests may have drafts: if asked for, or where `auto` has them; never where no GPU has run what they need."""
+    """Whether requests may have drafts: if asked for, or where `auto` has them."""
     from kog_dist.workers.cuda.draft_builds import why_unasked_without
-    from kog_dist.workers.cuda.model_limits import untried_in_passes
 
-    if untried_in_passes(shape.spec):
-        return False
     return settings.speculate == Speculation.LOOKUP or (settings.speculate == Speculation.AUTO and not why_unasked_without(shape))
-
-
-def _draft_note(settings: LaunchConfig, shape: KernelShape) -> str:
-    """What is said of drafts that were asked for and cannot be had, since no answer depends on them."""
-    from kog_dist.workers.cuda.model_limits import untried_in_passes
-
-    cause = untried_in_passes(shape.spec) if settings.speculate == Speculation.LOOKUP else ""
-    return f"tokens are not drafted: {cause}" if cause else ""
 
 
 def gpu_rank_bytes(

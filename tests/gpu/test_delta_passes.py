@@ -21,7 +21,6 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.random_weights import random_weights
-from kog_dist.workers.engines import cuda
 from tests.gpu.test_delta_nets import FP8, SEED
 from tests.unit.asked_together import Asked
 from tests.unit.delta_configs import few_layers
@@ -141,7 +140,6 @@ def test_an_engine_says_with_drafts_what_it_says_without(tmp_path: Path, monkeyp
     from kog_dist.workers.coordinator import kept_states
     from tests.gpu.test_delta_engine import SIZES, STEP, ids, said, served
 
-    monkeypatch.setattr(cuda, "untried_in_passes", lambda spec: "")
     monkeypatch.setattr(kept_states, "STEP", STEP)
     write_tiny_delta_model(tmp_path, **SIZES)
     prompts = [ids(count, count) * 3 for count in (40, 130, 300)]

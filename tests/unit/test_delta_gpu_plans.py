@@ -18,7 +18,7 @@ from kog_dist.launch.kept_prefixes import kept_on_gpus
 from kog_dist.launch.target import why_not_on_gpus
 from kog_dist.model.checkpoint import Checkpoint, planned_checkpoint
 from kog_dist.model.published_config import read_config
-from kog_dist.workers.cuda import draft_builds, model_limits
+from kog_dist.workers.cuda import draft_builds
 from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_blocks import pool_slots
@@ -87,18 +87,8 @@ def test_less_than_a_copy_is_refused_or_not_taken() -> None:
     assert kept_on_gpus(LaunchConfig(prefix_cache="0.216797"), FREE, 1, of_state=STATE)[0] >= 4 * STATE // 3
 
 
-@pytest.mark.parametrize("speculate", ["auto", "lookup"])
-def test_drafts_are_left_out_and_who_asked_for_them_is_told(speculate: str, model: Checkpoint) -> None:
-    choice = choice_of(model, gpus="1", speculate=speculate)
-    assert not choice.drafts
-    assert ("tokens are not drafted: no GPU has run passes of several" in choice.note) is (speculate == "lookup")
-    assert "prompts go token by token" not in choice.note
-
-
-def test_with_drafts_a_rank_keeps_what_those_bring(model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a GPU has run them: where they are asked for, until prose is measured."""
-    for user in (model_limits, draft_builds):
-        monkeypatch.setattr(user, "untried_in_passes", lambda spec: "")
+def test_with_drafts_a_rank_keeps_what_those_bring(model: Checkpoint) -> None:
+    """Where they are asked for, until prose is measured."""
     assert not choice_of(model, gpus="1", speculate="auto").drafts
     assert choice_of(model, gpus="1", speculate="lookup").drafts
     shape = gpu_rank_shape(model, 0, 1, "bfloat16")

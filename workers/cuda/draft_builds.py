@@ -18,7 +18,6 @@ from kog_dist.workers.cuda.build import PLAIN_SOURCE, PROCESSORS_SOURCE, build
 from kog_dist.workers.cuda.kernel_abi import DRAFT_PARAMS
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.model_limits import untried_in_passes
 from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def obstacle_to_drafts(shape: KernelShape) -> str:
 
 def why_unasked_without(shape: KernelShape) -> str:
     """Why engines have none where nobody asks for them, or nothing."""
-    if cause := untried_in_passes(shape.spec) or obstacle_to_drafts(shape):
+    if cause := obstacle_to_drafts(shape):
         return cause
     number, has_experts = shape.coding and shape.coding.number, shape.experts is not None
     if shape.head_coding is None and number in _MEASURED[has_experts] and shape.delta is None:
@@ -69,8 +68,10 @@ def why_unasked_without(shape: KernelShape) -> str:
 
 
 def drafts_processors(shape: KernelShape) -> bool:
-    """Whether requests with processors have drafts, where others have them: on one rank."""
-    return shape.num_ranks == 1
+    """Whether requests with processors have drafts, where others have them: on one rank, and without delta nets, beside which no
+    GPU has run these builds.
+    """
+    return shape.num_ranks == 1 and shape.delta is None
 
 
 def draft_bytes(shape: KernelShape) -> int:

@@ -60,11 +60,6 @@ def untried_in_prefill(spec: ModelSpec) -> str:
     return f"{experts.per_token} experts of {experts.num_experts}"
 
 
-def untried_in_passes(spec: ModelSpec) -> str:
-    """Why engines draft no tokens of a model whose passes of several tokens no GPU has run yet; empty where one has."""
-    return "no GPU has run passes of several tokens with delta nets yet" if spec.is_recurrent else ""
-
-
 def _not_on_devices(spec: ModelSpec) -> list[str]:
     """What stored layers have that device code has not: it has one kind of attention, of delta nets and of FFNs."""
     if not spec.mixed_layers:

@@ -37,7 +37,6 @@ from kog_dist.workers.cuda.company_build import company_shape, company_sizes
 from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, drafting_shape, drafts_processors
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_words import check_words
-from kog_dist.workers.cuda.model_limits import untried_in_passes
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.choice_check import ChoiceCheck
 from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device
@@ -110,10 +109,6 @@ class CudaEngine:
             checkpoint, args.kv_dtype, world_size, whole_windows=args.whole_windows, checks_experts=args.check_experts
         )
         own = shapes[self._rank]
-        if args.drafts and (cause := untried_in_passes(spec)):
-            args = self._args = replace(args, drafts=False)
-            if self._rank == 0:
-                note(f"tokens are not drafted: {cause}")
         of_drafts = [drafting_shape(own)] if args.drafts else []
         self._pass_tokens = of_drafts[0].tokens if of_drafts else 1
         for build in (
