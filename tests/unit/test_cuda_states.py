@@ -267,7 +267,7 @@ def test_a_start_leaves_out_what_there_is_not_and_says_what_it_keeps(
     control = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size, parallel=2)
     info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
     args = WorkerArgs(
-        info, str(tmp_path), "cuda:0", "bfloat16", True, PATIENCE_S, PATIENCE_S, prefill=prefill, drafts=not changes, parallel=2,
+        info, str(tmp_path), "cuda:0", "bfloat16", True, PATIENCE_S, PATIENCE_S, prefill=prefill, parallel=2,
         num_kv_caches=3, kept_bytes=1 << 22,
     )  # fmt: skip
     engine = CudaEngine(args, control)
