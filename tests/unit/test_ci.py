@@ -121,7 +121,7 @@ def twins(clone: Path) -> Path:
         "tests/unit/test_c_twin.py": "def test_it():\n    from kog_dist import c",
         "kog_dist/c.py": "",
         "launch/b.py": "",
-        ".gitignore": ".venv\n",
+        ".gitignore": ".venv\n__pycache__\n",
         ".venv/bin/python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
     }
     for name, text in files.items():
