@@ -49,6 +49,8 @@ SAMPLINGS = (
 class Together(AskedTogether):
     """Ranks in threads, and what a coordinator does with them."""
 
+    has_hints = False  # so that what is looked up is right at times
+
     def __init__(self, folder: Path, world_size: int, parallel: int) -> None:
         checkpoint = open_checkpoint(folder, context=CONTEXT)
         plan = make_plan(checkpoint.spec, world_size, num_tokens=SIZES[-1])

@@ -38,6 +38,8 @@ class Asked:
 class AskedTogether:
     """What a coordinator does with ranks that serve a control page. `is_broken`: one of them has failed, as `error` says."""
 
+    has_hints = True  # whether requests with drafts and a grammar are told what is forced, right or wrong
+
     def __init__(self, control: ControlPage, slots: DecodeSlots, vocab: int) -> None:
         self.control, self.slots, self.vocab = control, slots, vocab
         self.epochs, self.is_broken, self.error = iter(range(1, 10**9, 1000)), threading.Event(), list[BaseException]()
@@ -59,7 +61,7 @@ class AskedTogether:
                 self.slots.submit(slot, request, reuse_kv=reuse_kv)
                 running[slot] = one
                 if one.has_grammar:
-                    arguments = (slot.number, slot.seq, request.mask_epoch, request.drafts)
+                    arguments = (slot.number, slot.seq, request.mask_epoch, request.drafts and self.has_hints)
                     followers.append(threading.Thread(target=self._follow, args=arguments))
                     followers[-1].start()
             self.slots.wait(0.01, lambda: False)
@@ -90,15 +92,15 @@ class AskedTogether:
             assert not thread.is_alive()
         self._giving_way.stop()
 
-    def _follow(self, slot: int, seq: int, epoch: int, drafts: bool) -> None:
-        """What a grammar process does: masks that depend on all that was said; the first comes late. With `drafts` something that
+    def _follow(self, slot: int, seq: int, epoch: int, hints: bool) -> None:
+        """What a grammar process does: masks that depend on all that was said; the first comes late. With `hints` something that
         is forced comes in front of each, right or wrong.
         """
         said: list[int] = []
         self.control.rings[slot].wait(seq, 0, Deadline.after(0.02), poll_s=0.001)
         while True:
             allowed = np.random.default_rng(sum(said) + len(said)).random(32 * num_words(self.vocab)) < 0.5
-            if drafts:
+            if hints:
                 self.control.forced_slots[slot].put(epoch + len(said), said[-5:])
             self.control.mask_slots[slot].put(epoch + len(said), np.packbits(allowed, bitorder="little").view(np.uint32))
             entry = self.control.rings[slot].wait(seq, len(said), Deadline.after(PATIENCE_S), poll_s=0.001)
