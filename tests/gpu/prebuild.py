@@ -35,20 +35,9 @@ from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOUR
 from kog_dist.workers.cuda.company_build import company_headers, company_sizes
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import PASS_TOKENS, KernelShape
-from kog_dist.workers.prefill.attention import hopper_attention as attention
-from kog_dist.workers.prefill.attention.choice import heads_of
 from kog_dist.workers.prefill.base import compiled
-from kog_dist.workers.prefill.base.cache_layout import CacheLayout
-from kog_dist.workers.prefill.base.chunks import sizes_within
 from kog_dist.workers.prefill.buffers.prompt import misfit
-from kog_dist.workers.prefill.dense.dense_abi import dense_header
-from kog_dist.workers.prefill.exchange.sums_abi import sums_header
-from kog_dist.workers.prefill.expand.expand_abi import expand_header
-from kog_dist.workers.prefill.experts.experts_abi import experts_header
-from kog_dist.workers.prefill.gemm import gemm_abi as tiles_abi
-from kog_dist.workers.prefill.gemm import hopper_gemm as tiles
-from kog_dist.workers.prefill.lanes.prefill_abi import prefill_header
-from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape, tape_header
+from kog_dist.workers.prefill.programs import headers_of
 
 _KERNEL, _DRAFTS = "kernel.", "drafts."
 _PLAIN = ("benchmarks", "forms", "passes", "pass_ranks", "delta_passes")  # groups of the plain kernel alone
@@ -113,7 +102,7 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
 
 
 def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
-    spec, layout = shape.spec, CacheLayout.of(shape)
+    spec = shape.spec
     if group.startswith(_DRAFTS):
         sizes = company_sizes(shape, MAX_PARALLEL)
         yield from (partial(build, company_headers(shape, size), PLAIN_SOURCE) for size in sizes)
@@ -134,30 +123,7 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     yield from (partial(build, headers(shape), source) for source in sources)
     if without_prefill:
         return
-    if spec.has_one_stream:
-        header = dense_header(layout, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
-        yield partial(compiled.build, "dense", header)
-        if spec.experts is not None:
-            yield partial(compiled.build, "experts", experts_header(shape))
-        if shape.coding is not None and spec.experts is None:
-            yield partial(compiled.build, "expand", expand_header(shape.coding, shape.tape.scale_rows))
-        if is_multiplied_on_tape(shape):
-            yield partial(compiled.build, "tape", tape_header(shape))
-        yield from _attention_and_sums(shape)
-        return
-    rows = spec.max_context + CHUNK_ROWS.get(group, max(sizes_within(spec)))
-    header = prefill_header(layout, num_positions=rows, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
-    yield partial(compiled.build, "prefill", header)
-    yield from _attention_and_sums(shape)
-    if shape.num_ranks == 1:
-        yield from (partial(tiles.build, one) for one in tiles_abi.tile_shapes(layout, shape.kv_dtype).values())
-
-
-def _attention_and_sums(shape: KernelShape) -> Iterator[partial[Any]]:
-    layout = CacheLayout.of(shape)
-    yield partial(attention.build, heads_of(layout))
-    if shape.num_ranks > 1:
-        yield partial(compiled.build, "allreduce", sums_header(shape.num_ranks))
+    yield from (partial(compiled.build, *one) for one in headers_of(shape, CHUNK_ROWS.get(group, 0)))
 
 
 def builds_of(groups: Sequence[str]) -> list[partial[Any]]:

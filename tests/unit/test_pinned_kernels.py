@@ -14,15 +14,17 @@ import pytest
 
 from kog_dist.bench.shapes import named_shape
 from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.recipes import share_stream
 from kog_dist.decode.plan.word_check import Read, Write
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_abi import abi_header
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kernel_words import TokenEvents, tokens_to_check
-from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
+from kog_dist.workers.prefill.attention.choice import heads_of
 from kog_dist.workers.prefill.attention.hopper_attention import plan
 from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.gemm.gemm_abi import tile_shapes
 from tests.gpu.prebuild import builds
 from tests.gpu.rank_bodies import KV_OF_VARIANT, VARIANTS
 from tests.unit.pinning import compare, digest
@@ -94,13 +96,13 @@ def lines_of(name: str, rank: int, num_ranks: int, kv_dtype: str) -> Iterator[st
         for argument in one.args:
             if isinstance(argument, str) and "\n" in argument:
                 yield from (f"{one.args[0]}: {line}" for line in numbers_in(argument))
-            elif hasattr(argument, "header"):
-                yield from numbers_of(type(argument).__name__, argument)
-                yield from (f"{type(argument).__name__}: {line}" for line in numbers_in(argument.header()))
-            if isinstance(argument, AttentionShape):
-                for size, window, end in CHUNKS:
-                    cut = plan(argument, size, window, end, MULTIPROCESSORS)
-                    yield f"attention of {size} rows, window {window}: {text_of(cut)}, {cut.parts_bytes(argument)} bytes"
+    layout = CacheLayout.of(shape)
+    heads, tiles = heads_of(layout), {} if share_stream(spec) or num_ranks > 1 else tile_shapes(layout, kv_dtype)
+    for made in (heads, *tiles.values()):
+        yield from numbers_of(type(made).__name__, made)
+    for size, window, end in CHUNKS:
+        cut = plan(heads, size, window, end, MULTIPROCESSORS)
+        yield f"attention of {size} rows, window {window}: {text_of(cut)}, {cut.parts_bytes(heads)} bytes"
 
 
 def of_variant(spec: ModelSpec, num_ranks: int, kv_dtype: str) -> Iterator[str]:
