@@ -24,6 +24,7 @@ pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
 from kog_dist.bench.engine.session import engine_session
 from kog_dist.bench.fakes.tiny_delta_model import WITH_EXPERTS, write_tiny_delta_model
 from kog_dist.decode.request import DecodeRequest
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, Tokens
 from kog_dist.runtime.control import ControlPage
@@ -72,10 +73,12 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def served(folder: Path, parallel: int = 1, *, kept_bytes: int = 1 << 29, prefill: str = "off", quantize: str = "none") -> Served:
+    """With drafts, but for experts beside a shared one, which have none."""
     control = ControlPage.create(1, CONTEXT, vocab_size=VOCAB, parallel=parallel)
     info = RankInfo(0, 1, 0, "delta", control_fd=control.fd, rendezvous_fd=control.fd)
+    drafts = open_checkpoint(folder, verify=False).spec.experts is None
     args = WorkerArgs(
-        info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill=prefill, drafts=True, parallel=parallel,
+        info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill=prefill, drafts=drafts, parallel=parallel,
         num_kv_caches=parallel + 1, kept_bytes=kept_bytes, quantize=quantize,
     )  # fmt: skip
     engine = CudaEngine(args, control)
