@@ -54,7 +54,7 @@ def choice_of(model: Checkpoint, free: int = FREE, **options: str | int) -> GpuC
 def test_a_rank_has_a_state_with_each_kv_cache(model: Checkpoint) -> None:
     one, four = (gpu_rank_bytes(model, 0, 1, "bfloat16", parallel=n, num_caches=n) for n in (1, 4))
     assert (one["states"], four["states"]) == (STATE, 4 * STATE)
-    assert one["cache"] == 16 * 8 * 32768 * 2 * 256 * 2, "of eight lanes, in one layer of four"
+    assert one["cache"] == 16 * 4 * 32768 * 2 * 256 * 2, "of four KV heads, which eight lanes have, in one layer of four"
     spec = model.spec
     vectors = 48 * (10240 * 4 + 2 * 48 + 128) + 16 * 2 * 256
     norms = (2 * 64 + 1) * spec.hidden_size
@@ -76,7 +76,7 @@ def test_requests_take_turns_and_copies_have_what_is_spare(model: Checkpoint) ->
     kept, _ = kept_on_gpus(LaunchConfig(gpus="1"), unasked.spare_bytes, 1, of_state=STATE)
     assert kept == 16 * GIB
     slots, states = pool_slots(gpu_rank_shape(model, 0, 1, "bfloat16"), kept)
-    assert (states, slots) == (12 * GIB // STATE, (kept - 12 * GIB // STATE * STATE) // (256 * 131_072))
+    assert (states, slots) == (12 * GIB // STATE, (kept - 12 * GIB // STATE * STATE) // (256 * 65_536))
 
 
 def test_less_than_a_copy_is_refused_or_not_taken() -> None:

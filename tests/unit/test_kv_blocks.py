@@ -119,7 +119,7 @@ def test_a_pool_has_copies_of_states_before_it_has_blocks() -> None:
     spec = read_config(CONFIGS["Qwen3.5-27B"]).with_context(9216)
     shape = KernelShape(spec, range(8))
     assert shape.delta is not None
-    of_token = 131_072  # of lanes, of which two have each KV head
+    of_token = 65_536  # of four KV heads, each of which two lanes have
     assert (block_tokens(shape), block_bytes(shape)) == (256, 256 * of_token)
     of_state, gib = 48 * (48 * 128 * 128 + 96 * 4 * (256 + 64)) * 4, 2**30
     assert shape.delta.num_bytes == of_state

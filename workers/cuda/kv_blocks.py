@@ -151,4 +151,4 @@ def copy_beginning(shape: KernelShape, kv_ptr: int, source: int, cache: int, num
 
 def _num_rows(shape: KernelShape) -> int:
     """Batches of a block."""
-    return len(shape.cache.layers) * shape.num_lanes * shape.spec.lane_kv_heads * shape.splits
+    return len(shape.cache.layers) * shape.cache.kv_heads * shape.splits
