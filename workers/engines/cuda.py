@@ -140,7 +140,7 @@ class CudaEngine:
         """The pool, if there is memory for one, and the model can have one; said in the control page. And the books of states."""
         num_tokens = kv_blocks.block_tokens(shape)
         slots, states = kv_blocks.pool_slots(shape, self._args.kept_bytes)
-        host_slots = self._args.kept_host_bytes // kv_blocks.block_bytes(shape)
+        host_slots, host_states = kv_blocks.pool_slots(shape, self._args.kept_host_bytes)
         # Drafts that were wrong are in the way of as many of the oldest positions.
         ring_positions = max(shape.cache.ring_positions - (self._pass_tokens - 1 if self._args.drafts else 0), 0)
         layout = KvLayout(self._args.num_kv_caches, ring_positions)
@@ -149,8 +149,11 @@ class CudaEngine:
             layout = replace(layout, state_stride=1 if self._prefill is None else BLOCK)
         if slots:
             nets_ptr = 0 if kernel.nets is None else int(kernel.nets.data.ptr)
-            self._blocks = kv_blocks.KvBlocks(shape, kernel.kv.data.ptr, slots, host_slots, nets_ptr=nets_ptr, states=states)
-            layout = replace(layout, block_tokens=num_tokens, num_slots=slots, num_host_slots=host_slots, num_states=states)
+            self._blocks = kv_blocks.KvBlocks(
+                shape, kernel.kv.data.ptr, slots, host_slots, nets_ptr=nets_ptr, states=states, host_states=host_states
+            )
+            layout = replace(layout, block_tokens=num_tokens, num_slots=slots, num_host_slots=host_slots)
+            layout = replace(layout, num_states=states, num_host_states=host_states)
         self._control.set_kv_layout(self._rank, layout)
 
     def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> DecodeKernel:
