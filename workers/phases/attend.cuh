@@ -432,7 +432,7 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
     Pass pass;
 #ifdef KOG_DELTA_PASSES
     DeltaStates states;
-    pass.is_none = 0;
+    pass.is_none = 0;  // where warps leave before a pass is announced
 #endif
     for (u32 turn = 0; begin_pass(role, turn, pass); ++turn) {
         const u32 position = pass.position;
