@@ -97,7 +97,7 @@ def asked(prompt: Sequence[int], num_tokens: int = NUM_TOKENS, *, digests: bool 
 
 
 def num_missed(engine: Served) -> int:
-    states = engine.engine._states
+    states = engine.engine._caches.states
     assert states is not None
     return states.num_missed
 
@@ -309,7 +309,7 @@ def test_nobody_goes_on_behind_a_state_that_is_not_finite(folder: Path, parallel
     with closing(served(folder, parallel)) as engine:
         first = asked(prompt)
         engine.run([first], random.Random(1))
-        kernel = cast(Any, engine.engine._kernel)
+        kernel = cast(Any, engine.engine._gpu.kernel)
         kernel.stream.synchronize()
         kernel.nets.fill(255)  # of any float32 that is no number
         cupy.cuda.Device().synchronize()

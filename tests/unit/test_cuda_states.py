@@ -58,7 +58,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[KvCopyKind]:
 
 
 def num_missed(engine: Turns) -> int:
-    states = engine.engine._states
+    states = engine.engine._caches.states
     assert states is not None
     return states.num_missed
 
@@ -215,7 +215,7 @@ def test_a_fault_leaves_nothing_that_anybody_goes_on_behind(
     prompt = list(range(70))
     with turns(NETS, parallel, monkeypatch, prefill=False) as engine:
         asked = [Asked(DecodeRequest(prompt, 60)), Asked(DecodeRequest([9, 8], 200))][:parallel]
-        kernel, gpu = engine.engine._loaded, engine.gpu
+        kernel, gpu = engine.engine._gpu.kernel, engine.gpu
         recover = kernel.recover
 
         def recovered() -> None:
@@ -249,11 +249,11 @@ def test_a_request_goes_on_behind_the_state_of_another_cache_or_begins_anew(monk
         save = KvCopy(KINDS.SAVE_STATE, 7, num_cached)
 
         def taken(source: int, num_cached: int, *copies: KvCopy, seq: int = 7) -> tuple[int, int]:
-            one = engine.engine._taken(seq, request.at(KvUse(cache, source, num_cached, copies), 0))
+            one = engine.engine._requests._taken(seq, request.at(KvUse(cache, source, num_cached, copies), 0))
             return one.held, len(one.saves)
 
         assert taken(source, num_cached, save) == (num_cached, 0), "it is made at once"
-        gpu, kernel = engine.gpu, cast(Any, engine.engine._kernel)
+        gpu, kernel = engine.gpu, cast(Any, engine.engine._gpu.kernel)
         gpu.stream.synchronize()
         num_bytes = kv_blocks.net_bytes(gpu.shape)
         nets_ptr = kernel.nets.data.ptr
@@ -266,7 +266,7 @@ def test_a_request_goes_on_behind_the_state_of_another_cache_or_begins_anew(monk
         assert taken(cache, num_cached, KvCopy(KINDS.LOAD_STATE, 6, num_cached)) == (0, 0), "nobody has put one there"
         assert taken(cache, num_cached + 1, KvCopy(KINDS.LOAD_STATE, 7, num_cached + 1)) == (0, 0)
         assert num_missed(engine) == 3
-        engine.engine._cleared[source] = 10
+        engine.engine._caches._cleared[source] = 10
         assert taken(source, num_cached, save) == (0, 1), "its cache was emptied"
         assert taken(cache, num_cached, KvCopy(KINDS.LOAD_STATE, 7, num_cached)) == (0, 0), "the copy is to be made again"
         assert taken(source, num_cached, save, seq=11) == (num_cached, 0)
