@@ -48,12 +48,10 @@ STARTS_APART = {"fp8": 2, "int4": 4}  # slower to emulate: some of the starts
 AWAITED = NEAR_CONTEXT - 4  # where a launch of INT4 begins to wait for its own attention, in its middle
 PARTS = {48: 8, 64: 4, 256: 4}  # batches of a part, by the values of a head: three parts, five
 LOADED, STORED = "load_global(from + i * kStride, v)", "(to + i * kStride) ="
-LOADED_SCALES, STORED_SCALES = "load_global(scales,", "(scales_at(rows, rows.fresh_batch)) ="
+LOADED_SCALES, STORED_SCALES = "load_global(scales,", "(scales_at(self, rows, rows.fresh_batch)) ="
 # Words of a part have other writers in another layer, which come to it behind the ones before.
-PUBLISHES = "        const u32 place = unit % kHeadUnits;\n        store_relaxed_x2(base + kPartOffset"
-NOTED = (
-    "        if (tag % (kLayers + 1) == (kFirstFull + 1) % (kLayers + 1)) twin::write_words(lane_idx, partition, row, unit);\n"
-)
+PUBLISHES = "    const u32 place = unit % kHeadUnits;\n    store_relaxed_x2(base + kPartOffset"
+NOTED = "    if (tag % (kLayers + 1) == (kFirstFull + 1) % (kLayers + 1)) twin::write_words(lane_idx, partition, row, unit);\n"
 HEADS = {  # values of a head, so registers of a share: in pairs; more than one chunk of four; as 256 is, whose values come late
     48: ModelSpec(
         hidden_size=192, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=64, vocab_size=76, max_context=CONTEXT,
@@ -214,15 +212,14 @@ def prepare(
     sources = changed(twin_sources(headers(shape)))
     cache = sources["attend_cache.cuh"]
     assert cache.count(LOADED) == cache.count(STORED) == 2
-    assert sources["attend.cuh"].count(PUBLISHES) == 1
-    assert cache.count(LOADED_SCALES) == sources["attend_query.cuh"].count(STORED_SCALES) == 1
+    merge, row = sources["attend_merge.cuh"], sources["attend_row.cuh"]
+    assert merge.count(PUBLISHES) == cache.count(LOADED_SCALES) == row.count(STORED_SCALES) == 1
     cache = cache.replace(LOADED, "load_global(twin::own(from + i * kStride), v)").replace(
         STORED, "(twin::own(to + i * kStride)) ="
     )
     sources["attend_cache.cuh"] = cache.replace(LOADED_SCALES, "load_global(twin::own(scales),")
-    query = sources["attend_query.cuh"]
-    sources["attend_query.cuh"] = query.replace(STORED_SCALES, "(twin::own(scales_at(rows, rows.fresh_batch))) =")
-    sources["attend.cuh"] = sources["attend.cuh"].replace(PUBLISHES, NOTED + PUBLISHES)
+    sources["attend_row.cuh"] = row.replace(STORED_SCALES, "(twin::own(scales_at(self, rows, rows.fresh_batch))) =")
+    sources["attend_merge.cuh"] = merge.replace(PUBLISHES, NOTED + PUBLISHES)
     build_twin("context", sources, folder)
     ids.tofile(folder / "prompt.bin")
     weights = model.weights(shape)

@@ -265,7 +265,7 @@ def test_the_kernel_stores_and_reads_the_declared_words(name: str, tmp_path: Pat
 FAULTS = {
     "partitions that nobody reads are not written": (
         "partitions that are reached, beside windows", "attend.cuh",
-        "if (!kHeadOnly) attender.keep_apart(", "if (false) attender.keep_apart(",
+        "if (!kHeadOnly) keep_apart(", "if (false) keep_apart(",
         "declared and not stored: part of attention",
     ),
     "all thread blocks read one copy": (

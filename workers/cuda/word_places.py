@@ -1,8 +1,9 @@
 """Which word of the monokernel's memory is whose: for each place of a kind, where its words lie, who writes and who reads them.
 
 The source is the device code: `publish` in finalize_rows.cuh, `qkv` and `gate_up` in finalize.cuh, finalize_experts.cuh,
-`publish` and `mix_parts` in attend.cuh, `first_item` in attend_cache.cuh, `source` in gather_vector.cuh, sample.cuh. A test
-compares all of it with what the device code does on a CPU (tests/unit/test_word_log.py).
+`publish_part` in attend_merge.cuh, `mix_parts` in attend_parts.cuh, `first_item` in attend_cache.cuh, `source` in
+gather_vector.cuh, sample.cuh. A test compares all of it with what the device code does on a CPU
+(tests/unit/test_word_log.py).
 """
 
 from __future__ import annotations

@@ -232,29 +232,29 @@ int main(int, char** argv) {
         });
 
         // ---- attention ----
-        Attender attender{params, role, 0, lane};
+        const AttendWarp attend_warp{params, role, 0, lane};
         std::vector<Word> part, query;
         add(part, words, 64), add(part, words + 64, 32, kValue);
         ask("part", part, tag, [&] {
-            Attender::Part got[1];
-            return attender.wait_for_parts(words + 2 * lane, words + 64 + lane, 1, tag, got);
+            SplitPart got[1];
+            return wait_for_parts(attend_warp, words + 2 * lane, words + 64 + lane, 1, tag, got);
         });
         // Of two splits: their values lie `apart`, their log-sums next to each other for so many threads as share a unit.
-        constexpr u32 threads = Attender::kMixThreads, apart = threads * Attender::kHeadUnits * 2, log_sums = apart + 64;
+        constexpr u32 threads = kMixThreads, apart = threads * kHeadUnits * 2, log_sums = apart + 64;
         static_assert(apart >= 64, "the values of both splits");
         std::vector<Word> parts;
         add(parts, words, 64), add(parts, words + apart, 64), add(parts, words + log_sums, 64, kValue);
         ask("parts", parts, tag, [&] {
-            Attender::Part got[2];
+            SplitPart got[2];
             const u64* of_lane = words + log_sums + lane / threads * 2 * threads + lane % threads;
-            return attender.wait_for_parts(words + 2 * lane, of_lane, 2, tag, got);
+            return wait_for_parts(attend_warp, words + 2 * lane, of_lane, 2, tag, got);
         });
         add(query, words, kGroup * kHeadDim / 2);
         for (const u32 first_row : {kQueryRows, kQueryRows + kKvRows}) add(query, words + first_row / 2, kHeadDim / 2);  // of K and V
         ask("query", query, tag, [&] {
-            Attender::Query got[1][kWarpSets];
+            Query got[1][kWarpSets];
             const u32 positions[1] = {0};
-            return attender.wait_for_query(words, words, 0, 0, 0, positions, 0, true, tag, got);
+            return wait_for_query(attend_warp, words, words, 0, 0, 0, positions, 0, true, tag, got);
         });
 
         // ---- choosing a token ----

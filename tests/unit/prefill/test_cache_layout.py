@@ -23,7 +23,7 @@ LAYOUTS = {
 
 
 def place_in_bytes(layout: CacheLayout, layer: int, lane: int, kv_head: int, position: int, dim: int, part: int) -> int:
-    """`CacheReader::rows_of` of attend_cache.cuh in Python, by its own names. `part`: 0 K, 1 V."""
+    """`rows_of` of attend_cache.cuh in Python, by its own names. `part`: 0 K, 1 V."""
     head_dim, splits, lanes, items = SPEC.head_dim, layout.splits, 4, SPEC.lane_kv_heads * layout.splits
     item = kv_head * splits + position % splits
     windowed = layer in SPEC.window_layers
