@@ -16,8 +16,8 @@ LAST_DOWN = "layer == kLayers - 1 && kind == 1"
 
 def with_silent_cta(sources: Mapping[str, str], cta: int, where: str = LAST_DOWN) -> dict[str, str]:
     """The sources with a thread block that is silent where the finaliser of residual rows sees `where`."""
-    passage = "publish_stream(kind, layer, lane_idx, first_row, stream, tag);"
-    return replaced(sources, "finalize.cuh", passage, f"if (role.cta != {cta} || !({where})) {passage}")
+    passage = "publish_stream(rows, kind, layer, lane_idx, first_row, stream, tag);"
+    return replaced(sources, "finalize_residual.cuh", passage, f"if (rows.role.cta != {cta} || !({where})) {passage}")
 
 
 def make_silent(kernel: Monokernel, cta: int) -> None:

@@ -121,7 +121,7 @@ if '"rank": 0,' in " ".join(sys.orig_argv):
     def planted():
         text = sources()["finalize_experts.cuh"]
         assert text.count(end) == 1
-        wrong = "if (role.cta == {BLOCK} && layer == {LAYER}) chosen[0] = (chosen[0] << 1 | chosen[0] >> 23) & 0xffffff;"
+        wrong = "if (rows.role.cta == {BLOCK} && layer == {LAYER}) chosen[0] = (chosen[0] << 1 | chosen[0] >> 23) & 0xffffff;"
         return {{**sources(), "finalize_experts.cuh": text.replace(end, wrong + " " + end)}}
 
     build.device_sources = planted

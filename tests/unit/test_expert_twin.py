@@ -64,7 +64,7 @@ def with_few_choices(sources: Mapping[str, str]) -> dict[str, str]:
 
 def with_silences(sources: Mapping[str, str]) -> dict[str, str]:
     """Faults in layer 1. SILENCE 1: thread block 1 publishes no router logits, 2: no activations, 3: block 2 publishes none."""
-    is_silent = f"{IN_LAYER_1} && role.cta == (twin_silence == 3 ? 2 : 1) && twin_silence"
+    is_silent = f"{IN_LAYER_1} && rows.role.cta == (twin_silence == 3 ? 2 : 1) && twin_silence"
     return silenced(sources, f"{is_silent} == 1", f"{is_silent} > 1")
 
 
@@ -72,7 +72,7 @@ def silenced(sources: Mapping[str, str], of_logits: str, of_activations: str) ->
     """Router logits and activations are not published where these expressions say so."""
     changed = replaced(sources, "finalize_experts.cuh", "#pragma once\n", "#pragma once\nextern unsigned twin_silence;\n")
     changed = replaced(changed, "finalize_experts.cuh", "if (is_mine)\n", f"if (is_mine && !({of_logits}))\n")
-    publish = "publish<O::kRows / 2"
+    publish = "rows.publish<O::kRows / 2"
     return replaced(changed, "finalize_experts.cuh", publish, f"if (!({of_activations})) {publish}")
 
 

@@ -121,7 +121,7 @@ def test_ranks_have_the_logits_of_the_interpreter_and_equal_bits(
 
 def with_silences(sources: Mapping[str, str]) -> dict[str, str]:
     """Faults in layer 1. SILENCE 1: the gate's logit is not published, 2: activations of the shared expert of thread block 1."""
-    of_shared = f"{IN_LAYER_1} && twin_silence == 2 && role.cta == 1 && kColumns == kSharedFfn"
+    of_shared = f"{IN_LAYER_1} && twin_silence == 2 && rows.role.cta == 1 && kColumns == kSharedFfn"
     return silenced(sources, f"{IN_LAYER_1} && twin_silence == 1 && expert == kNumExperts", of_shared)
 
 

@@ -37,8 +37,9 @@ def test_each_lane_computes_its_own_in_order(lanes: range) -> None:
 
 @pytest.mark.parametrize("lanes", LANES, ids=str)
 def test_the_finaliser_finds_the_partials_that_it_adds(lanes: range) -> None:
-    """A row's owner keeps the partials of `delay` + 1 layers (`history` in finalize.cuh). When the last lane's is there, all are:
-    then the sum goes to the peers. A blocking one is added then, too, and no lane may go on before it."""
+    """A row's owner keeps the partials of `delay` + 1 layers (`history` in finalize_residual.cuh). When the last lane's
+    is there, all are: then the sum goes to the peers. A blocking one is added then, too, and no lane may go on before
+    it."""
     for spec in VARIANTS:
         history: dict[tuple[Sublayer, int, int], int] = {}  # sublayer, layer modulo delay + 1, lane -> layer
         streams = dict.fromkeys(lanes, 0)  # sublayers that have been added

@@ -270,7 +270,7 @@ FAULTS = {
     ),
     "all thread blocks read one copy": (
         "four experts of forty", "finalize_experts.cuh",
-        "const u64* words = logit_words() + role.cta % kReplicas * kRouterLogitsStride", "const u64* words = logit_words()",
+        "logit_words(rows) + rows.role.cta % kReplicas * kRouterLogitsStride;", "logit_words(rows);",
         "read and not declared: router logit",
     ),
 }  # fmt: skip

@@ -44,6 +44,6 @@ def test_the_sources_have_no_switch_for_a_trial() -> None:
 def test_a_trial_replaces_one_passage() -> None:
     sources = device_sources()
     for changed in (without_delayed_sums(sources), with_silent_cta(sources, 3)):
-        assert [name for name in sources if changed[name] != sources[name]] == ["finalize.cuh"]
+        assert [name for name in sources if changed[name] != sources[name]] == ["finalize_residual.cuh"]
     with pytest.raises(AssertionError, match="2 times"):
         replaced({"a.cuh": "x x"}, "a.cuh", "x", "y")

@@ -1,6 +1,6 @@
 """Which word of the monokernel's memory is whose: for each place of a kind, where its words lie, who writes and who reads them.
 
-The source is the device code: `publish` in finalize_rows.cuh, `qkv` and `gate_up` in finalize.cuh, finalize_experts.cuh,
+The source is the device code: `publish` in finalize_rows.cuh, finalize_normed.cuh, finalize_residual.cuh, finalize_experts.cuh,
 `publish_part` in attend_merge.cuh, `mix_parts` in attend_parts.cuh, `first_item` in attend_cache.cuh, `source` in
 gather_vector.cuh, sample.cuh. A test compares all of it with what the device code does on a CPU
 (tests/unit/test_word_log.py).

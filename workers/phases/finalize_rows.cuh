@@ -4,6 +4,14 @@
 
 namespace kog {
 
+// Of each token one value, in the thread of its number.
+struct TokenScales {
+    float own = 0;
+
+    __device__ __forceinline__ float of(u32 token) const { return kTokens == 1 ? own : __shfl_sync(kFullWarp, own, token); }
+};
+
+// What the finaliser's warp has counted and was told, and what all of its products do with their blocks of rows.
 struct FinalizedRows {
     const KogDecodeParams& params;
     const KogPeers& peers;
@@ -29,12 +37,6 @@ struct FinalizedRows {
         }
     }
 
-    // Of each token one value, in the thread of its number.
-    struct TokenScales {
-        float own = 0;
-
-        __device__ __forceinline__ float of(u32 token) const { return kTokens == 1 ? own : __shfl_sync(kFullWarp, own, token); }
-    };
     // Scale of the vector that is being multiplied, of each token: 1 / rms for normed ones.
     __device__ __forceinline__ bool rms_scale(TokenScales& scales) {
         Shared& shared = *role.shared;

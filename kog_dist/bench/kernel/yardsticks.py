@@ -24,7 +24,7 @@ def without_delayed_sums(sources: Mapping[str, str]) -> dict[str, str]:
     """Delayed sums are neither sent nor awaited, so the tokens are wrong: what is missing in its time is what they cost."""
     return replaced(
         sources,
-        "finalize.cuh",
+        "finalize_residual.cuh",
         "constexpr bool kSendsDelayed = kRanks > 1 && !kOneStream;",
         "constexpr bool kSendsDelayed = false;",
     )

@@ -128,8 +128,8 @@ void ask_about_a_late_logit(const KogDecodeParams& params, const KogPeers& peers
         Shared& shared = *reinterpret_cast<Shared*>(twin::current->block->memory);
         const u32 tag = 0x1234;
         const Role role{&shared, shared_address(&shared), 1, 3, 2, nullptr};
-        FinalizedExperts finalized{params, peers, role, laneid()};
-        u64* const words = finalized.logit_words() + role.cta % kReplicas * kRouterLogitsStride;
+        const FinalizedRows rows{params, peers, role, laneid()};
+        u64* const words = logit_words(rows) + role.cta % kReplicas * kRouterLogitsStride;
         if (threadIdx.x == 0) {
             shared.note.stopped = 0, shared.note.phase = 0, shared.note.lane = 0;
             for (u32 i = 0; i < kNumExperts; ++i) words[i] = word_of(kPair, i == 0 ? tag ^ 1 : tag);
@@ -139,8 +139,8 @@ void ask_about_a_late_logit(const KogDecodeParams& params, const KogPeers& peers
             while (!__any_sync(kFullWarp, twin::fibers[0].num_operations > kBefore)) {}
             return put(words, word_of(kPair, tag));
         }
-        float found[FinalizedExperts::kLogits];
-        const bool is_complete = finalized.collect_logits(0, tag, found);
+        float found[kLogits];
+        const bool is_complete = collect_logits(rows, 0, tag, found);
         if (threadIdx.x == 0) printf("late logit %d 1 %d\n", is_complete, shared.note.phase != 0);
     });
 }
@@ -224,11 +224,11 @@ int main(int, char** argv) {
                 return gatherer.gather_activations(down);
             });
         });
-        FinalizedExperts finalized{params, peers, role, lane};
-        add(router_logits, finalized.logit_words() + role.cta % kReplicas * kRouterLogitsStride, kNumExperts);
+        const FinalizedRows rows{params, peers, role, lane};
+        add(router_logits, logit_words(rows) + role.cta % kReplicas * kRouterLogitsStride, kNumExperts);
         ask("router", router_logits, tag, [&] {
-            float found[FinalizedExperts::kLogits];
-            return finalized.collect_logits(0, tag, found);
+            float found[kLogits];
+            return collect_logits(rows, 0, tag, found);
         });
 
         // ---- attention ----
