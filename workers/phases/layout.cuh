@@ -81,7 +81,7 @@ static_assert(kStreams == (kOneStream ? 1 : kLanes), "a stream of each lane, or 
 // A lane's residual stream, among this rank's.
 __device__ __forceinline__ constexpr u32 stream_of(u32 lane_idx) { return kOneStream ? 0 : lane_idx; }
 constexpr u32 kTogether = kModelLanes % 4 == 0 ? 4 : kModelLanes % 2 == 0 ? 2 : 1;  // last streams that are asked for at a time
-// Two ranks that share a stream send their sums as words to all thread blocks of both, in kSumCopies; see VectorGatherer.
+// Two ranks that share a stream send their sums as words to all thread blocks of both, in kSumCopies; see Gatherer.
 static_assert(!kDirectSums || (kOneStream && kRanks == 2), "two halves");
 constexpr int kHistory = kDelay + 1;                 // layers whose partials a row's owner remembers
 // Query heads of a KV head are taken in sets: the score matrix has eight columns, two (high, low) for each head. A warp has one set, or two of
@@ -106,12 +106,14 @@ constexpr float kLog2e = 1.44269504f;
 constexpr int kMaxFragments = 4;  // of a tile in each warp: eight rows (or fewer) and 32 columns, what one mma takes
 
 // How weights lie in a warp's part of a tile: a step's columns, by 32, and its bytes. Quantised ones as in decode/coded_packing.py.
-struct PlainWeights {
-    using Format = WeightFormat;
+template <class Format_>
+struct UncodedWeights {
+    using Format = Format_;
     static constexpr int kXSteps = 1;
     static constexpr bool kCoded = false, kFourBits = false, kIntegers = false;
     static constexpr u32 step_bytes(u32 rows) { return rows * 64; }
 };
+using PlainWeights = UncodedWeights<WeightFormat>;
 #ifdef KOG_CODE
 struct CodedWeights {
     using Format = KOG_CODE_FORMAT;
@@ -179,11 +181,11 @@ using AttentionWeights = LayerWeights;
 #endif
 #ifdef KOG_EXPERTS
 // In front of GATE_UP, with the same input: so its weights have the type of that.
-struct RouterWeights : PlainWeights {
 #ifdef KOG_CODE
-    using Format = KOG_CODE_FORMAT;
+using RouterWeights = UncodedWeights<KOG_CODE_FORMAT>;
+#else
+using RouterWeights = PlainWeights;
 #endif
-};
 using RouteOp = Op<RouterWeights, KOG_ROUTE_OP>;
 constexpr u64 kRouteBytes = RouteOp::kBytes;
 static_assert(kNumExperts <= 512, "what a warp chooses from");
@@ -212,9 +214,7 @@ constexpr bool kPlainNetOutputs = true;
 constexpr bool kPlainNetOutputs = false;
 #endif
 #if defined KOG_PLAIN_NET_INPUTS || defined KOG_PLAIN_NET_OUTPUTS
-struct NetWeights : PlainWeights {
-    using Format = KOG_CODE_FORMAT;
-};
+using NetWeights = UncodedWeights<KOG_CODE_FORMAT>;
 #else
 constexpr float kNetScale = 1;
 using NetWeights = AttentionWeights;
@@ -355,7 +355,7 @@ struct Shared {
 #endif
 #ifdef KOG_PROCESSORS
     u32 num_handed;                                  // blocks of logits that the finaliser has handed to the sampler: see hand_logits
-    u32 num_exchanges, chosen_place, max_tokens, turn;  // of the sampler, which has too few registers: see Chooser
+    u32 num_exchanges, chosen_place, max_tokens, turn;  // of the sampler, which has too few registers: see OwnRows
     alignas(8) u32 top_p_limit[2];
     u32 mask[kMaskWords];                            // of a grammar, from the word that has the first own id
     u32 scores[kScoresFit ? 1 : kScoreBytes / 4];

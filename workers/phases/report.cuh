@@ -36,13 +36,13 @@ struct LargestLogits {
     u32 order[kRanks * kCtasOfThread];
 
     // `tag`: number of the token. False: leave.
-    __device__ __forceinline__ bool load(const Chooser& chooser, u32 tag) {
+    __device__ __forceinline__ bool load(const OwnRows& rows, u32 tag) {
         while (true) {
             const u32 lane = opaque(laneid());
             bool ready = true;
 #pragma unroll
             for (u32 rank = 0; rank < kRanks; ++rank) {
-                const u64* words = chooser.quads().aside(chooser.peers.rank, tag & 1, rank, lane);
+                const u64* words = rows.quads().aside(rows.peers.rank, tag & 1, rank, lane);
 #pragma unroll
                 for (u32 k = 0; k < kCtasOfThread; ++k) {
                     const bool mine = 32 * k + laneid() < kNumCtas;
@@ -52,7 +52,7 @@ struct LargestLogits {
                 }
             }
             if (__all_sync(kFullWarp, ready)) return true;
-            if (must_leave(chooser.role.stopped())) return false;
+            if (must_leave(rows.role.stopped())) return false;
         }
     }
     // Go on to the next one of all; false: there is none, and the place stays behind the last.
@@ -71,15 +71,15 @@ struct LargestLogits {
 };
 
 struct Reporter {
-    const Chooser& chooser;
+    const OwnRows& rows;
     const KogProcessorParams& processors;
     const Role& role;
 
     __device__ __forceinline__ u32 num_top() const { return processors.num_top; }
     // In rank 0's memory: the headers, then the lists, of a rank's thread blocks.
     __device__ __forceinline__ u64* row(u32 source_rank) const {
-        u64* local = reinterpret_cast<u64*>(chooser.params.words_ptr) + opaque(kReportOffset);  // not kept for a whole launch
-        return (kRanks > 1 ? heap_of(chooser.peers, 0) : local) + report_box().row(kRanks, 0, source_rank);
+        u64* local = reinterpret_cast<u64*>(rows.params.words_ptr) + opaque(kReportOffset);  // not kept for a whole launch
+        return (kRanks > 1 ? heap_of(rows.peers, 0) : local) + report_box().row(kRanks, 0, source_rank);
     }
     __device__ __forceinline__ u64* header(u32 source) const { return row(source / kNumCtas) + kReportHeader * (source % kNumCtas); }
     __device__ __forceinline__ u64* list(u32 source) const {
@@ -100,9 +100,9 @@ struct Reporter {
 
     // What every thread block does. `tag`: number of the token.
     __device__ __forceinline__ bool report(u32 tag, u32 index, u32 request_tag) {
-        const u32 lane = opaque(laneid()), own = opaque(chooser.own_source()), first_row = opaque(chooser.first_row()), num_rows = chooser.num_rows();
+        const u32 lane = opaque(laneid()), own = opaque(rows.own_source()), first_row = opaque(rows.first_row()), num_rows = rows.num_rows();
         LargestLogits logits;
-        if (!logits.load(chooser, tag)) return false;
+        if (!logits.load(rows, tag)) return false;
         u32 last_order = ~0u, last_source = 0;  // the last of the first `num_top` thread blocks, or behind all
         float largest = 0;
         u32 followed = kNoPlace;  // the thread block whose list this thread merges
@@ -126,7 +126,7 @@ struct Reporter {
             mass += mass_of(__fadd_rn(one.value, -largest));
         }
         mass = sum_of_warp(mass);
-        const float chosen = source_of(chooser.chosen_place()) == own ? logit_of(first_row + row_of(chooser.chosen_place())) : 0.0f;
+        const float chosen = source_of(rows.chosen_place()) == own ? logit_of(first_row + row_of(rows.chosen_place())) : 0.0f;
         const u32 low = lane == 0 ? static_cast<u32>(mass) : __float_as_uint(chosen), high = lane == 0 ? mass >> 32 : 0;
         if (lane < 2) store_system_x2(header(own) + 2 * lane, make_value_word(low, tag), make_value_word(high, tag));
         found = first_of_warp(found);
@@ -139,7 +139,7 @@ struct Reporter {
                     store_system_x2(list(own) + 2 * i, make_value_word(__float_as_uint(found.value), tag), make_value_word(found.place, tag));
             }
         }
-        return !chooser.is_root() || merge(tag, largest, followed, reinterpret_cast<u64*>(processors.report_ptr) + index * kReportEntry, request_tag);
+        return !rows.is_root() || merge(tag, largest, followed, reinterpret_cast<u64*>(processors.report_ptr) + index * kReportEntry, request_tag);
     }
 
     // What rank 0's first thread block does besides: one entry of the host's ring, each word with the request's tag.
@@ -155,7 +155,7 @@ struct Reporter {
         }
         mass = sum_of_warp(mass);
         ulonglong2 pair;
-        if (!wait_pair(header(source_of(chooser.chosen_place())) + 2, true, tag, pair)) return false;
+        if (!wait_pair(header(source_of(rows.chosen_place())) + 2, true, tag, pair)) return false;
         const u32 words[4] = {static_cast<u32>(mass), static_cast<u32>(mass >> 32), __float_as_uint(largest), static_cast<u32>(pair.x)};
         if (laneid() < 2)
             store_system_x2(entry + 2 * laneid(), make_value_word(laneid() ? words[2] : words[0], request_tag),

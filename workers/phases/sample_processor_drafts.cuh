@@ -43,9 +43,9 @@ __device__ __forceinline__ void sample_processor_drafts(const KogDecodeParams& p
     u32 token = state.token, finish = state.finish, position = state.position, number = passes_of(state), num_kept = 0;
     u32 forced = 0, after = 0;  // `after`: ProcessorFlags of what is left to do for the newest token
     store_shared(role.base + KOG_OFFSET(max_tokens), state.max_tokens);
-    const Chooser chooser{params, peers, processors, role, told, forced};
-    chooser.set_number(state.num_exchanges);
-    Reporter reporter{chooser, processors, role};
+    const OwnRows rows{params, peers, processors, role, told, forced};
+    rows.set_number(state.num_exchanges);
+    Reporter reporter{rows, processors, role};
     ForcedDrafter drafter{drafts, role, state};
     if (finish == kNoneFinish && drafter.per_pass == kTokens && position == num_prompt && state.draft_looked < position) {
         drafter.push(drafter.index_of(position), token);  // behind a first step that was an LM head alone
@@ -53,9 +53,9 @@ __device__ __forceinline__ void sample_processor_drafts(const KogDecodeParams& p
     }
     // Count and report the newest token. False: leave.
     const auto settle = [&] {
-        if (after & kRemembers) chooser.remember();
+        if (after & kRemembers) remember_chosen(rows);
         if (!(after & kReports)) return true;
-        return reporter.report(chooser.report_tag(), chooser.position() + 1 - num_prompt, params.request_tag);
+        return reporter.report(rows.report_tag(), rows.position() + 1 - num_prompt, params.request_tag);
     };
     for (u32 turn = 0;; ++turn) {
         const bool leave = turn == num_steps || finish != kNoneFinish || drafter.per_pass != kTokens || (kDeltaLayers > 0 && position >= stop_position);
@@ -80,7 +80,7 @@ __device__ __forceinline__ void sample_processor_drafts(const KogDecodeParams& p
         if (leave) {
             if (role.cta == 0 && lane == 0 && turn > 0) {
                 state.token = token, state.position = position, state.finish = finish, state.num_kept = num_kept;
-                state.num_exchanges = chooser.number(), passes_of(state) = number, state.draft_looked = position;
+                state.num_exchanges = rows.number(), passes_of(state) = number, state.draft_looked = position;
                 drafter.leave_to(state);
             }
             if (lane == 0) announce(role, turn, pass);
@@ -97,13 +97,13 @@ __device__ __forceinline__ void sample_processor_drafts(const KogDecodeParams& p
             if (!settle()) return;
             after = 0;
             const bool is_inner = position + 1 < num_prompt;
-            chooser.set_turn(turn, i);
+            rows.set_turn(turn, i);
             __syncwarp();
-            if ((!is_inner || i == 0) && !chooser.choose(finish)) return;
+            if ((!is_inner || i == 0) && !choose_token(rows, finish)) return;
             if (is_inner) {
                 token = prompt[position + 1];
             } else if (finish == kNoneFinish) {
-                token = id_of(processors, chooser.chosen_place());
+                token = id_of(processors, rows.chosen_place());
                 finish = finish_of(params, load_shared_u32(role.base + KOG_OFFSET(max_tokens)), token, position + 1 - num_prompt, position);
                 after = processors.flags;
             }

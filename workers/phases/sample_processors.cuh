@@ -1,4 +1,4 @@
-// The sampling warp in the build with processors: as `sample`, but with `Chooser` for tokens of the answer, and with a report of each. What both
+// The sampling warp in the build with processors: as `sample`, but with `choose_token` for tokens of the answer, and with a report of each. What both
 // have in common stands in both, since the plain build's instructions are to stay what they were measured with.
 #pragma once
 #include "choose.cuh"
@@ -47,33 +47,33 @@ __device__ __forceinline__ void sample_processors(const KogDecodeParams& params,
     const u32* prompt = reinterpret_cast<const u32*>(params.prompt_ptr);
     u32 token = state->token, finish = state->finish, after = 0;  // `after`: ProcessorFlags of what is left to do for the newest token
     store_shared(role.base + KOG_OFFSET(max_tokens), state->max_tokens);
-    const Chooser chooser{params, peers, processors, role};
-    chooser.set_number(state->num_exchanges);
-    Reporter reporter{chooser, processors, role};
+    const OwnRows rows{params, peers, processors, role};
+    rows.set_number(state->num_exchanges);
+    Reporter reporter{rows, processors, role};
     u32 position = state->position, number = state->epoch;
-    for (u32 turn = 0;; turn = chooser.turn() + 1) {
+    for (u32 turn = 0;; turn = rows.turn() + 1) {
         const bool leave = turn == num_steps || finish != kNoneFinish;
         // The last report comes before the thread block says that it has finished: then nobody keeps the time of waits any more.
         if (!leave) announce_pass(role, state, turn, {position, number, 0, {token}}, finish);
         // What nobody here waits for comes after that.
         if (turn > 0) tell_host(params, role, turn - 1, position - 1, token, finish);
-        if (after & kRemembers) chooser.remember();
+        if (after & kRemembers) remember_chosen(rows);
         if ((after & kReports) && !reporter.report(number, position - role.num_prompt, params.request_tag)) return;
         if (leave) {
-            if (role.cta == 0 && laneid() == 0 && turn > 0) state->num_exchanges = chooser.number();
+            if (role.cta == 0 && laneid() == 0 && turn > 0) state->num_exchanges = rows.number();
             announce_pass(role, state, turn, {position, number, 1, {token}}, finish);
             return;
         }
         finish = kNoneFinish;
-        chooser.set_turn(turn);
-        if (!chooser.choose(finish)) return;
-        position = chooser.position(), number = chooser.pass_number();  // read again: no registers are left to keep them in while choosing
+        rows.set_turn(turn);
+        if (!choose_token(rows, finish)) return;
+        position = rows.position(), number = rows.pass_number();  // read again: no registers are left to keep them in while choosing
         const u32 index = position + 1 - role.num_prompt;
         after = 0;
         if (position + 1 < role.num_prompt) {
             token = prompt[position + 1];
         } else if (finish == kNoneFinish) {
-            token = id_of(processors, chooser.chosen_place());
+            token = id_of(processors, rows.chosen_place());
             finish = finish_of(params, load_shared_u32(role.base + KOG_OFFSET(max_tokens)), token, index, position);
             after = processors.flags;
         }

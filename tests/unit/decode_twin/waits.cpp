@@ -258,28 +258,28 @@ int main(int, char** argv) {
         });
 
         // ---- choosing a token ----
-        const Chooser chooser{params, peers, processors, role};
+        const OwnRows own_rows{params, peers, processors, role};
         if (lane == 0) shared.num_finalized = 0;
-        ask_about_blocks(chooser, logits.data());
+        ask_about_blocks(own_rows, logits.data());
         std::vector<Word> mask;
-        const u32 first_mask = chooser.first_row() / 32, last_mask = (chooser.first_row() + chooser.num_rows() - 1) / 32;
+        const u32 first_mask = own_rows.first_row() / 32, last_mask = (own_rows.first_row() + own_rows.num_rows() - 1) / 32;
         add(mask, words + first_mask, last_mask - first_mask + 1, kValue);
         ask("mask", mask, tag, [&] {
             u32 flags = 0;
-            return chooser.fetch_mask(4, 0, flags);
+            return own_rows.fetch_mask(4, 0, flags);
         });
         for (const u32 half : {0, 1}) {
             std::vector<Word> quads;
-            for (u32 rank = 0; rank < kRanks; ++rank) add(quads, chooser.quads().pairs(role.cta, tag, rank, half), 2 * kNumCtas, kQuad);
+            for (u32 rank = 0; rank < kRanks; ++rank) add(quads, own_rows.quads().pairs(role.cta, tag, rank, half), 2 * kNumCtas, kQuad);
             ask(half ? "second pairs" : "first pairs", quads, tag, [&] {
-                return chooser.quads().collect(role.cta, tag, half, role.stopped(), shared.peer_notes[1], no_note);
+                return own_rows.quads().collect(role.cta, tag, half, role.stopped(), shared.peer_notes[1], no_note);
             });
         }
         std::vector<Word> largest, pairs, pair;
-        for (u32 rank = 0; rank < kRanks; ++rank) add(largest, chooser.quads().aside(0, tag & 1, rank, 0), kNumCtas, kValue);
+        for (u32 rank = 0; rank < kRanks; ++rank) add(largest, own_rows.quads().aside(0, tag & 1, rank, 0), kNumCtas, kValue);
         ask("largest logits", largest, tag, [&] {
             LargestLogits found;
-            return found.load(chooser, tag);
+            return found.load(own_rows, tag);
         });
         add(pairs, words, 2 * kNumCtas, kValue);
         ask("report", pairs, tag, [&] {
@@ -287,7 +287,7 @@ int main(int, char** argv) {
             return wait_for_pairs(role.stopped(), words + 2 * lane, 2, tag, found);
         });
         add(pair, words, 64, kValue);
-        const Reporter reporter{chooser, processors, role};
+        const Reporter reporter{own_rows, processors, role};
         ask("list", pair, tag, [&] {
             ulonglong2 found;
             return reporter.wait_pair(words + 2 * lane, true, tag, found);
