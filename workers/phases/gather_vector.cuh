@@ -46,8 +46,71 @@ using AttentionX = LayerX;
 using NetInputX = OneOf<kPlainNetInputs, RouterX, AttentionX>::Type;
 using NetOutputX = OneOf<kPlainNetOutputs, RouterX, AttentionX>::Type;
 
+// The values of a unit, of words or of 16 bits each, and what is done with four at a time.
+__device__ __forceinline__ float4 values(const ulonglong2& words) {
+    return make_float4(first_of(words.x), second_of(words.x), first_of(words.y), second_of(words.y));
+}
+__device__ __forceinline__ float4 widen(uint2 packed) {
+    return make_float4(WeightFormat::low(packed.x), WeightFormat::high(packed.x), WeightFormat::low(packed.y),
+                       WeightFormat::high(packed.y));
+}
+// The same of norms' weights.
+__device__ __forceinline__ float4 norm_weights(uint2 packed) {
+    const float4 v = widen(packed);
+    return make_float4(norm_weight(v.x), norm_weight(v.y), norm_weight(v.z), norm_weight(v.w));
+}
+__device__ __forceinline__ float4 times(const float4& a, const float4& b) {
+    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+}
+__device__ __forceinline__ float4 add_scaled(const float4& sum, float factor, const float4& v) {
+    return make_float4(sum.x + factor * v.x, sum.y + factor * v.y, sum.z + factor * v.z, sum.w + factor * v.w);
+}
+__device__ __forceinline__ float square_sum(const float4& v) {
+    return __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, sum_of_products(v.x, v.x, v.y, v.y)));
+}
+
+// Words of a vector, and the tag that they come with.
+struct Source {
+    const u64* words;
+    u32 tag;
+};
+// kTogether vectors of kColumns values, of each of which a warp has kPer times 32 neighbouring ones. kTokenWords: from a token's to the next one's.
+template <int kColumns_, int kPer_, u32 kTokenWords_, int kTogether_ = 1>
+struct Slice {
+    static constexpr u32 kTokenWords = kTokenWords_;
+    static constexpr int kColumns = kColumns_, kOfVector = kPer_ * 8, kUnits = kTogether_ * kOfVector, kLoads = (kUnits + 31) / 32;
+    static constexpr bool kEven = kUnits % 32 == 0 && kOfVector * 4 * kMatrixWarps == kColumns;  // no thread without a unit
+    // The i-th unit of a thread: which vector's it is, and which of the warp's units of that vector.
+    static __device__ __forceinline__ u32 vector_of(u32 lane, int i) { return kTogether_ == 1 ? 0 : (i * 32 + lane) / kOfVector; }
+    static __device__ __forceinline__ u32 unit_of(u32 lane, int i) { return kTogether_ == 1 ? i * 32 + lane : (i * 32 + lane) % kOfVector; }
+    // Whether it is the warp's, and whether it is one of the vector's, too.
+    static __device__ __forceinline__ bool is_mine(u32 lane, int i) { return kEven || i * 32 + lane < kUnits; }
+    static __device__ __forceinline__ bool is_real(u32 warp, u32 lane, int i) {
+        return kEven || (is_mine(lane, i) && warp * kOfVector + unit_of(lane, i) < kColumns / 4);
+    }
+};
+using HiddenSlice = Slice<kHidden, QkvOp::kPer, kStreamStride>;
+using AttendedSlice = Slice<kQueryRows, OutOp::kPer, kAttendedStride, kGatheredAttended>;
+using FfnSlice = Slice<kFfn, DownOp::kPer, kActivationStride, kGatheredActivations>;
+static_assert(QkvOp::kPer == GateUpOp::kPer && QkvOp::kPer == HeadOp::kPer, "products of the hidden size");
+
+// From a lane's vector to the next one's, where a phase takes those of several lanes at a time.
+template <int kPhase>
+constexpr u32 kLanesApart = kPhase == kOutPhase && kGatheredAttended > 1       ? kReplicas * kTokens * kAttendedStride
+                            : kPhase == kDownPhase && kGatheredActivations > 1 ? kReplicas * kTokens * kActivationStride
+                                                                               : 0;
+// Of several tokens as many at a time as registers hold; those that follow have come by then.
+constexpr int kUnitsAtOnce = 8;
+template <class S>
+constexpr int kTokensAtOnce = kTokens * S::kLoads <= kUnitsAtOnce ? kTokens : kTokens / 2 * S::kLoads <= kUnitsAtOnce ? (kTokens + 1) / 2 : 1;
+// Of how many tokens words are read ahead, in registers that products leave. Of codes they leave fewer: of four tokens, or of floats of four
+// bits, those of half of the tokens.
+constexpr bool kReadsHalfAhead = LayerWeights::kCoded && (kTokens == 4 || (kTokens == 2 && kFourBits && !kIntegers));
+template <class S>
+constexpr int kTokensAhead = kTokensAtOnce<S> < kTokens ? 0 : kReadsHalfAhead ? kTokens / 2 : kTokens;
+
 // What a warp knows and holds while it gathers; and vectors whose words it takes one by one (streams, activations).
-struct VectorGatherer {
+struct Gatherer {
     const KogDecodeParams& params;
     const KogPeers& peers;
     const Role& role;
@@ -58,30 +121,8 @@ struct VectorGatherer {
     ulonglong2 got[kTokens * kMany];  // of as many tokens as are gathered at a time, those of a token kMany behind the one's before
     uint2 scale[kMany];      // norm weights, four 16-bit values
 
-    static __device__ __forceinline__ float4 values(const ulonglong2& words) {
-        return make_float4(first_of(words.x), second_of(words.x), first_of(words.y), second_of(words.y));
-    }
-    static __device__ __forceinline__ float4 widen(uint2 packed) {
-        return make_float4(WeightFormat::low(packed.x), WeightFormat::high(packed.x), WeightFormat::low(packed.y),
-                           WeightFormat::high(packed.y));
-    }
-    // The same of norms' weights.
-    static __device__ __forceinline__ float4 norm_weights(uint2 packed) {
-        const float4 v = widen(packed);
-        return make_float4(norm_weight(v.x), norm_weight(v.y), norm_weight(v.z), norm_weight(v.w));
-    }
-    static __device__ __forceinline__ float4 times(const float4& a, const float4& b) {
-        return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
-    }
-    static __device__ __forceinline__ float4 add_scaled(const float4& sum, float factor, const float4& v) {
-        return make_float4(sum.x + factor * v.x, sum.y + factor * v.y, sum.z + factor * v.z, sum.w + factor * v.w);
-    }
-    static __device__ __forceinline__ float square_sum(const float4& v) {
-        return __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, sum_of_products(v.x, v.x, v.y, v.y)));
-    }
-
     // Where unit `unit` of this warp's slice stands in x.
-    __device__ __forceinline__ u32 place_of(u32 unit, u32 token = 0) {
+    __device__ __forceinline__ u32 place_of(u32 unit, u32 token = 0) const {
         if constexpr (kTokens > 1)
             return role.base + KOG_OFFSET(x) + (warp * kMaxPer + (unit >> 3)) * kXStepBytes + token * 128 + ((unit & 7) >> 1) * 16 + (unit & 1) * 8;
         return role.base + KOG_OFFSET(x) + (warp * kMaxPer + (unit >> 3)) * 128 + (unit & 1) * 64 + ((unit & 7) >> 1) * 8;
@@ -89,7 +130,7 @@ struct VectorGatherer {
     // x of this warp's units of a token, of which each thread has kLoads: number i * 32 + `lane` is `unit(i)`, if it `is_mine(i)`.
     // kOfVector of them are of one vector.
     template <class X, int kLoads, int kOfVector, class Unit, class Mine>
-    __device__ __forceinline__ void write_all(Unit unit, Mine is_mine, u32 token = 0) {
+    __device__ __forceinline__ void write_all(Unit unit, Mine is_mine, u32 token = 0) const {
         if constexpr (X::kIsInteger) {
             float4 v[kLoads];
 #pragma unroll
@@ -103,7 +144,7 @@ struct VectorGatherer {
     }
     // x of a unit: in two 16-bit parts.
     template <class X>
-    __device__ __forceinline__ void write_x(u32 at, const float4& value) {
+    __device__ __forceinline__ void write_x(u32 at, const float4& value) const {
         using Format = typename X::Format;
         const float4 v = make_float4(value.x * X::kScale, value.y * X::kScale, value.z * X::kScale, value.w * X::kScale);
         const u32 high0 = Format::pack(v.x, v.y), high1 = Format::pack(v.z, v.w);
@@ -113,7 +154,7 @@ struct VectorGatherer {
     }
 
     // What a wait looks at, for the record of one that did not end.
-    __device__ __forceinline__ void note_wait(u32 phase, u32 layer, u32 lane_idx, u32 tag, const u64* words, u32 num_words) {
+    __device__ __forceinline__ void note_wait(u32 phase, u32 layer, u32 lane_idx, u32 tag, const u64* words, u32 num_words) const {
         WaitNote& note = role.shared->note;
         note.phase = phase + 1, note.layer = layer, note.lane = lane_idx;
         note.wanted = tag, note.set_words(words, num_words);
@@ -123,12 +164,8 @@ struct VectorGatherer {
     __device__ __forceinline__ void begin(u32 turn_, const Pass& pass_) { turn = turn_, pass = pass_, loaded = false; }
 
     // ---- streams and activations ----
-    struct Source {
-        const u64* words;
-        u32 tag;
-    };
     template <int kPhase>
-    __device__ __forceinline__ Source source(const Place& at) {
+    __device__ __forceinline__ Source source(const Place& at) const {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
         const u32 copy = (at.lane() * kReplicas + role.cta % kReplicas) * kTokens;
         const u32 tag = layer_tag(pass.number, at.layer());
@@ -143,26 +180,6 @@ struct VectorGatherer {
     static __device__ __forceinline__ u32 source_lane(u32 lane_idx) {
         return kOneStream && (kPhase == kQkvPhase || kPhase == kGateUpPhase || kPhase == kHeadPhase) ? kLanes - 1 : lane_idx;
     }
-    // kTogether vectors of kColumns values, of each of which a warp has kPer times 32 neighbouring ones. kTokenWords: from a token's to the next one's.
-    template <int kColumns_, int kPer_, u32 kTokenWords_, int kTogether_ = 1>
-    struct Slice {
-        static constexpr u32 kTokenWords = kTokenWords_;
-        static constexpr int kColumns = kColumns_, kOfVector = kPer_ * 8, kUnits = kTogether_ * kOfVector, kLoads = (kUnits + 31) / 32;
-        static constexpr bool kEven = kUnits % 32 == 0 && kOfVector * 4 * kMatrixWarps == kColumns;  // no thread without a unit
-        // The i-th unit of a thread: which vector's it is, and which of the warp's units of that vector.
-        static __device__ __forceinline__ u32 vector_of(u32 lane, int i) { return kTogether_ == 1 ? 0 : (i * 32 + lane) / kOfVector; }
-        static __device__ __forceinline__ u32 unit_of(u32 lane, int i) { return kTogether_ == 1 ? i * 32 + lane : (i * 32 + lane) % kOfVector; }
-        // Whether it is the warp's, and whether it is one of the vector's, too.
-        static __device__ __forceinline__ bool is_mine(u32 lane, int i) { return kEven || i * 32 + lane < kUnits; }
-        static __device__ __forceinline__ bool is_real(u32 warp, u32 lane, int i) {
-            return kEven || (is_mine(lane, i) && warp * kOfVector + unit_of(lane, i) < kColumns / 4);
-        }
-    };
-    using HiddenSlice = Slice<kHidden, QkvOp::kPer, kStreamStride>;
-    using AttendedSlice = Slice<kQueryRows, OutOp::kPer, kAttendedStride, kGatheredAttended>;
-    using FfnSlice = Slice<kFfn, DownOp::kPer, kActivationStride, kGatheredActivations>;
-    static_assert(QkvOp::kPer == GateUpOp::kPer && QkvOp::kPer == HeadOp::kPer, "products of the hidden size");
-
     // `kSystem`: words that peers may write, too. `kApart`: words from one of the vectors to the next. `kMissing`: only those that have
     // another tag than `tag` now.
     template <class S, bool kSystem = false, u32 kApart = 0, bool kMissing = false>
@@ -183,9 +200,9 @@ struct VectorGatherer {
                 }
     }
     template <class S>
-    __device__ __forceinline__ bool units_ready(u32 tag) { return have_tag<S>(got, tag); }
+    __device__ __forceinline__ bool units_ready(u32 tag) const { return have_tag<S>(got, tag); }
     template <class S, int kCount = 1, int kRoom>
-    __device__ __forceinline__ bool have_tag(const ulonglong2 (&got)[kRoom], u32 tag) {
+    __device__ __forceinline__ bool have_tag(const ulonglong2 (&got)[kRoom], u32 tag) const {
         u32 wrong = 0;
 #pragma unroll
         for (int token = 0; token < kCount; ++token)
@@ -245,14 +262,9 @@ struct VectorGatherer {
         }
         return true;
     }
-    // From a lane's vector to the next one's, where a phase takes those of several lanes at a time.
-    template <int kPhase>
-    static constexpr u32 kLanesApart = kPhase == kOutPhase && kGatheredAttended > 1       ? kReplicas * kTokens * kAttendedStride
-                                       : kPhase == kDownPhase && kGatheredActivations > 1 ? kReplicas * kTokens * kActivationStride
-                                                                                          : 0;
     template <class S, int kPhase>
     __device__ __forceinline__ void load_vectors(const Source& from) {
-        load_units_to<S, false, kLanesApart<kPhase>, false, kAhead<S>>(got, from.words, 0);
+        load_units_to<S, false, kLanesApart<kPhase>, false, kTokensAhead<S>>(got, from.words, 0);
     }
     template <class S, int kPhase>
     __device__ __forceinline__ bool gather_units(const Place& at) {
@@ -265,18 +277,9 @@ struct VectorGatherer {
             note_wait(kPhase, at.layer(), at.lane(), from.tag, from.words, S::kColumns / 2);
         });
     }
-    // Of several tokens as many at a time as registers hold; those that follow have come by then.
-    static constexpr int kUnitsAtOnce = 8;
-    template <class S>
-    static constexpr int kAtOnce = kTokens * S::kLoads <= kUnitsAtOnce ? kTokens : kTokens / 2 * S::kLoads <= kUnitsAtOnce ? (kTokens + 1) / 2 : 1;
-    // Of how many tokens words are read ahead, in registers that products leave. Of codes they leave fewer: of four tokens, or of floats of four
-    // bits, those of half of the tokens.
-    static constexpr bool kReadsHalfAhead = LayerWeights::kCoded && (kTokens == 4 || (kTokens == 2 && kFourBits && !kIntegers));
-    template <class S>
-    static constexpr int kAhead = kAtOnce<S> < kTokens ? 0 : kReadsHalfAhead ? kTokens / 2 : kTokens;
     // The LM head's input lies where the next layer's would.
     template <int kPhase>
-    __device__ __forceinline__ Source source_of_pass(const Place& at) {
+    __device__ __forceinline__ Source source_of_pass(const Place& at) const {
         if constexpr (kPhase == kHeadPhase) return source<kQkvPhase>(at);
         else return source<kPhase>(at);
     }
@@ -287,17 +290,18 @@ struct VectorGatherer {
         const u64* const words = from.words;
         if (!loaded && !wait_until_near<kPhase == kHeadPhase ? kQkvPhase : kPhase>(role, source_lane<kPhase>(at.lane()), at.index())) return false;
 #pragma unroll 1
-        for (u32 first = 0; first < kTokens; first += kAtOnce<S>) {
+        for (u32 first = 0; first < kTokens; first += kTokensAtOnce<S>) {
             from.words = words + first * S::kTokenWords;
-            if (!loaded || first > 0) load_units_to<S, false, kLanesApart<kPhase>, false, kAtOnce<S>>(got, from.words, 0);
-            else if (kAhead<S> < kAtOnce<S>) load_units_to<S, false, kLanesApart<kPhase>, false, kAtOnce<S>, kAhead<S>>(got, from.words, 0);
-            for (u32 rounds = 1; !have_tag<S, kAtOnce<S>>(got, from.tag); ++rounds) {
+            if (!loaded || first > 0) load_units_to<S, false, kLanesApart<kPhase>, false, kTokensAtOnce<S>>(got, from.words, 0);
+            else if (kTokensAhead<S> < kTokensAtOnce<S>)
+                load_units_to<S, false, kLanesApart<kPhase>, false, kTokensAtOnce<S>, kTokensAhead<S>>(got, from.words, 0);
+            for (u32 rounds = 1; !have_tag<S, kTokensAtOnce<S>>(got, from.tag); ++rounds) {
                 if (must_leave(role.stopped())) return false;
                 if (rounds % 1024 == 0) note_wait(kPhase, kPhase == kHeadPhase ? kNowhere : at.layer(), at.lane(), from.tag, from.words, S::kColumns / 2);
-                load_units_to<S, false, kLanesApart<kPhase>, true, kAtOnce<S>>(got, from.words, from.tag);
+                load_units_to<S, false, kLanesApart<kPhase>, true, kTokensAtOnce<S>>(got, from.words, from.tag);
             }
 #pragma unroll
-            for (int i = 0; i < kAtOnce<S>; ++i) write(first + i, i * kMany);
+            for (int i = 0; i < kTokensAtOnce<S>; ++i) write(first + i, i * kMany);
         }
         return true;
     }

@@ -312,12 +312,12 @@ struct Multiplier {
 #pragma unroll 1
             for (u32 first = 0; first < num; first += kChosen) {
                 const u32 place = first + own, slots = place < num ? slots_at(role, place) : kNoSlots;
-                if (!gatherer.gather_members(at, place, slots)) return false;
+                if (!gather_members(gatherer, at, place, slots)) return false;
                 if (warp == 0 && block == 0 && first == 0) stamp(role, kFetched, turn, number);
-                if (place + kChosen < num) gatherer.read_members_ahead(at, slots_at(role, place + kChosen));
+                if (place + kChosen < num) read_members_ahead(gatherer, at, slots_at(role, place + kChosen));
                 else if (first + kChosen >= num && block == O::kBlocks - 1) {
-                    if (next.phase() == kDownPhase) gatherer.read_members_ahead(next, slots_at(role, own));
-                    else gatherer.read_ahead(next);
+                    if (next.phase() == kDownPhase) read_members_ahead(gatherer, next, slots_at(role, own));
+                    else read_vector_ahead(gatherer, next);
                 }
                 SumsOf<O> sums = {};
                 const u32 tile_bytes = min(num - first, static_cast<u32>(kChosen)) * kPartBytes;
@@ -358,12 +358,12 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
 #ifdef KOG_UNION
     if constexpr (kPhase == kDownPhase) return multiplier.down_of_union(gatherer, at, next, turn, number);
 #endif
-    constexpr u32 kTogether = kPhase == kHeadPhase ? 1 : Gatherer::products_of_gather(kPhase, kHasNet);
+    constexpr u32 kTogether = kPhase == kHeadPhase ? 1 : products_of_gather(kPhase, kHasNet);
     float squares[kTokens] = {};
     if constexpr (kPhase == kHeadPhase) {
-        if (!gatherer.gather_head(at, squares)) return false;
+        if (!gather_head(gatherer, at, squares)) return false;
     } else {
-        if (!gatherer.template gather<kPhase, kHasNet>(at, squares)) return false;
+        if (!gather_vector<kPhase, kHasNet>(gatherer, at, squares)) return false;
     }
     if (warp == 0) {
         if (lane == 0) store_shared(role.base + KOG_OFFSET(note.num_waits), multiplier.num_vectors + 1);
@@ -390,7 +390,7 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
         if (!multiplier.template blocks<O>(first_x<O>(role, warp, opaque(lane)) + i * kApart)) return false;
         if (warp == 0) stamp(role, kFetched, turn, number + i + 1);
     }
-    gatherer.read_ahead(next);
+    read_vector_ahead(gatherer, next);
 #ifdef KOG_UNION
     if constexpr (kPhase == kGateUpPhase)
         return multiplier.gate_up_of_union((turn * kLayers + at.layer()) & 1, first_x<O>(role, warp, opaque(lane)));
@@ -411,7 +411,7 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
         Place at(first_product());
 #pragma unroll 1
         for (u32 i = first_product(); i < num_vectors;) {
-            const u32 together = !kOneStream || at.is_last() ? 1 : Gatherer::products_of_gather(at.phase(), has_delta_net(at.layer()));
+            const u32 together = !kOneStream || at.is_last() ? 1 : products_of_gather(at.phase(), has_delta_net(at.layer()));
             const Place next(i + together);
             gatherer.lane = opaque(lane);  // addresses are computed anew: there are no registers to keep them in
             bool ok;

@@ -170,7 +170,7 @@ int main(int, char** argv) {
         ask_counters(role);
 
         // ---- the matrix warps' vectors: each warp waits for its own part ----
-        ExpertsGatherer gatherer{params, peers, role, 0, lane};
+        Gatherer gatherer{params, peers, role, 0, lane};
         const auto of_all_warps = [&](auto wait) {
             bool all = true;
             for (gatherer.warp = 0; gatherer.warp < kMatrixWarps; ++gatherer.warp) all &= wait();
@@ -180,7 +180,7 @@ int main(int, char** argv) {
         const auto ask_vector = [&]<class S>(const char* name, S) {
             std::vector<Word> vector;
             add(vector, words, S::kColumns / 2);
-            const VectorGatherer::Source from{words, tag};
+            const Source from{words, tag};
             ask(name, vector, tag, [&] {
                 return of_all_warps([&] {
                     gatherer.load_units<S>(words);
@@ -188,19 +188,19 @@ int main(int, char** argv) {
                 });
             });
         };
-        ask_vector("hidden", VectorGatherer::HiddenSlice{});
-        ask_vector("attended", VectorGatherer::AttendedSlice{});
+        ask_vector("hidden", HiddenSlice{});
+        ask_vector("attended", AttendedSlice{});
         std::vector<Word> sums;
         for (u32 rank = 0; rank < kRanks; ++rank)
             add(sums, heap_of(peers, 0) + sum_box(1).row(kRanks, 0, rank) + role.cta % kSumCopies * (kHidden / 2), kHidden / 2);
         ask("sums", sums, tag, [&] { return of_all_warps([&] { return gatherer.gather_sums(1, tag, no_note); }); });
 
         std::vector<Word> streams;
-        for (u32 k = 0; k < kTogether; ++k) add(streams, gatherer.last_stream(k), kHidden / 2);
+        for (u32 k = 0; k < kTogether; ++k) add(streams, last_stream(gatherer, k), kHidden / 2);
         ask("streams", streams, tag, [&] {
             return of_all_warps([&] {
-                HeadGatherer::Streams found;
-                return gatherer.wait_for_streams(0, tag, found);
+                LastStreams found;
+                return wait_for_streams(gatherer, 0, tag, found);
             });
         });
 
@@ -220,8 +220,8 @@ int main(int, char** argv) {
         add(activations, from.words, kChosen * kFfn / 2);
         ask("activations", activations, from.tag, [&] {
             return of_all_warps([&] {
-                gatherer.load_activations<false>(down), gatherer.loaded = true;
-                return gatherer.gather_activations(down);
+                load_activations<false>(gatherer, down), gatherer.loaded = true;
+                return gather_activations(gatherer, down);
             });
         });
         const FinalizedRows rows{params, peers, role, lane};
