@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kog_dist.collectives import words
 from kog_dist.collectives.api import MailboxSpec, Vector
-from kog_dist.collectives.cuda_abi import EXCHANGE_PARAMS, KCCL_HOST, WAITS
+from kog_dist.collectives.cuda_abi import EXCHANGE_PARAMS, KCCL_HOST, WAITS, Collects, KernelStatus
 from kog_dist.collectives.cuda_heap import CudaHeap
 from kog_dist.collectives.cuda_kernels import EXCHANGE_THREADS, exchange_cubin
 from kog_dist.collectives.device_memory import CupyMemory
@@ -31,8 +31,6 @@ from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.topology import Rendezvous
 from kog_dist.runtime.wait import Deadline, WaitResult, wait
 
-_PUBLISH_ONLY, _GATHER, _SUM, _BARRIER_WAIT = range(4)  # `Collects` in exchange.cu
-_OK, _STOPPED = 1, 2  # `ExchangeStatus`
 _NOT_READY = 600  # cudaErrorNotReady
 _LEAVE_S = 5.0  # for a kernel to start and to leave, beyond its own limit
 
@@ -106,30 +104,30 @@ class CudaCommunicator:
 
     def publish(self, mailbox: str, slot: int, epoch: int, values: Vector) -> None:
         """Push `values` to every peer; AbortedError when the engine is being stopped."""
-        self._run(self._box(mailbox), slot, epoch, values, publishes=True, collects=_PUBLISH_ONLY)
+        self._run(self._box(mailbox), slot, epoch, values, publishes=True, collects=Collects.PUBLISH_ONLY)
 
     def collect(self, mailbox: str, slot: int, epoch: int, own: Vector) -> NDArray[np.float32]:
         """Every rank's values of the epoch, (world_size, length); a new array."""
-        return self._run(self._box(mailbox), slot, epoch, own, publishes=False, collects=_GATHER)
+        return self._run(self._box(mailbox), slot, epoch, own, publishes=False, collects=Collects.GATHER)
 
     def delayed_reduce(self, mailbox: str, slot: int, epoch: int, own: Vector) -> Vector:
         """Sum over ranks, in the tree of `reference.tree_sum`."""
-        return self._run(self._box(mailbox), slot, epoch, own, publishes=False, collects=_SUM)
+        return self._run(self._box(mailbox), slot, epoch, own, publishes=False, collects=Collects.SUM)
 
     def all_reduce(self, mailbox: str, slot: int, epoch: int, values: Vector) -> Vector:
         """Publish and reduce in one kernel."""
-        return self._run(self._box(mailbox), slot, epoch, values, publishes=True, collects=_SUM)
+        return self._run(self._box(mailbox), slot, epoch, values, publishes=True, collects=Collects.SUM)
 
     def all_gather(self, mailbox: str, slot: int, epoch: int, values: Vector) -> NDArray[np.float32]:
         """Publish and collect in one kernel."""
-        return self._run(self._box(mailbox), slot, epoch, values, publishes=True, collects=_GATHER)
+        return self._run(self._box(mailbox), slot, epoch, values, publishes=True, collects=Collects.GATHER)
 
     def barrier(self) -> None:
         """Return when every rank has come as often as this one."""
         box = self._box(BARRIER.name)
         self._num_barriers += 1
         slot, nothing = self._num_barriers % BARRIER.num_slots, np.zeros(1, np.float32)
-        self._run(box, slot, self._num_barriers, nothing, publishes=True, collects=_BARRIER_WAIT)
+        self._run(box, slot, self._num_barriers, nothing, publishes=True, collects=Collects.BARRIER_WAIT)
 
     def close(self) -> None:
         """Unmap everything. Later calls raise AbortedError; closing twice is harmless."""
@@ -156,7 +154,7 @@ class CudaCommunicator:
             self._fault.text = "its GPU did not answer"
             self._control.request_abort(self.rank)
             raise LaunchError(f"rank {self.rank}: {doing} did not end within {limit_s:.0f} s; see nvidia-smi and the kernel log")
-        if int(self._host["status"][0]) == _STOPPED:
+        if int(self._host["status"][0]) == KernelStatus.STOPPED:
             self._left(doing, label)
 
     # --------------------------------------------------------------------------------------------------------------------------
@@ -178,7 +176,9 @@ class CudaCommunicator:
             self._fault.stop(f"mailbox {name!r} alone")
         return self.mailboxes[name]
 
-    def _run(self, box: Mailbox, slot: int, epoch: int, values: Vector, *, publishes: bool, collects: int) -> NDArray[np.float32]:
+    def _run(
+        self, box: Mailbox, slot: int, epoch: int, values: Vector, *, publishes: bool, collects: Collects
+    ) -> NDArray[np.float32]:
         box.check(slot, values)
         tag, length = self._tag.of(epoch), box.spec.length
         doing = f"waiting for epoch {epoch} of" if collects else f"publishing epoch {epoch} to"
@@ -192,13 +192,13 @@ class CudaCommunicator:
         params["publishes"], params["collects"] = publishes, collects
         self.launch(self._kernel, 1, EXCHANGE_THREADS, params)
         self.finish(f"{doing} mailbox {box.spec.name!r}", box.spec.name)
-        if collects == _GATHER:
+        if collects == Collects.GATHER:
             return self._result[: self.world_size * length].reshape(self.world_size, length).copy()
         return self._result[:length].copy()
 
     def launch(self, kernel: Kernel, num_ctas: int, num_threads: int, params: Any, timeout_s: float | None = None) -> None:
         """Queue a kernel whose parameters are `params`, the waits and the peers, one after the other. `finish` waits for it."""
-        self._host["status"] = _OK
+        self._host["status"] = KernelStatus.OK
         whole = params.tobytes() + self.waits(timeout_s).tobytes() + self.heap.device_handle().tobytes()
         kernel.launch(num_ctas, num_threads, whole, self.stream.ptr)
 

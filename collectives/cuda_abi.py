@@ -12,6 +12,23 @@ from kog_dist.runtime.abi import LINE_BYTES, WAIT_RECORD, Field, Struct, WaitOp
 
 MAX_RANKS = 8
 
+
+class Collects(enum.IntEnum):
+    """What an exchange waits for, and what becomes of it."""
+
+    PUBLISH_ONLY = 0
+    GATHER = 1
+    SUM = 2
+    BARRIER_WAIT = 3
+
+
+class KernelStatus(enum.IntEnum):
+    """How the last kernel of a communicator has ended; 0 before the first."""
+
+    OK = 1
+    STOPPED = 2
+
+
 PEERS = Struct(
     "Peers",
     "The symmetric heap as one rank's GPU addresses it.",
@@ -26,7 +43,7 @@ KCCL_HOST = Struct(
     "Page-locked host memory of one communicator.",
     (
         Field("abort", "u32", "1: leave all waits; writer: host"),
-        Field("status", "u32", "ExchangeStatus of the last kernel; writer: device", align=LINE_BYTES),
+        Field("status", "u32", "KernelStatus of the last kernel; writer: device", align=LINE_BYTES),
         Field("record", "u8", "WaitRecord; writer: device", count=WAIT_RECORD.size_bytes, align=LINE_BYTES),
     ),
     size_multiple=LINE_BYTES,
@@ -53,7 +70,7 @@ EXCHANGE_PARAMS = Struct(
         Field("length", "u32", "values"),
         Field("tag", "u32", "epoch as words carry it"),
         Field("publishes", "u32", "1: push the values first"),
-        Field("collects", "u32", "0: no wait, 1: gather, 2: sum, 3: the wait of a barrier"),
+        Field("collects", "u32", "Collects"),
     ),
 )
 CHAIN_PARAMS = Struct(
@@ -90,7 +107,9 @@ STRUCTS = (WAIT_RECORD, PEERS, KCCL_HOST, WAITS, EXCHANGE_PARAMS, CHAIN_PARAMS, 
 
 def abi_header() -> str:
     """`abi.cuh` of the KCCL kernels, for nvcc and NVRTC (which has no standard headers)."""
-    return device_header("kog_dist.collectives.cuda_abi", STRUCTS)
+    structs = device_header("kog_dist.collectives.cuda_abi", STRUCTS)
+    enums = (c_enum("Collects", Collects), c_enum("KernelStatus", KernelStatus))
+    return "\n".join((structs, "namespace kog {", *enums, "}  // namespace kog\n"))
 
 
 def c_enum(name: str, members: Iterable[enum.IntEnum], suffix: str = "") -> str:

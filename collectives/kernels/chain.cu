@@ -18,7 +18,6 @@ constexpr int kWarpRows = kRows < 32 ? kRows : 32;  // of an owner warp
 constexpr int kChainThreads = 32 * (kOwnerWarps + kGatherWarps + 1);
 constexpr int kNotes = kOwnerWarps + kGatherWarps;
 static_assert(kLength % kRows == 0 && kRows % kWarpRows == 0 && kRows % 2 == 0, "every owner warp is full");
-enum ChainStatus : u32 { kOk = 1, kStopped = 2 };
 
 struct ChainLaunch {
     KogChainParams params;

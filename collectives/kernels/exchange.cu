@@ -6,8 +6,6 @@
 namespace kog {
 
 constexpr int kExchangeWarps = 8, kExchangeThreads = 32 * (kExchangeWarps + 1);
-enum Collects : u32 { kPublishOnly, kGather, kSum, kBarrierWait };
-enum ExchangeStatus : u32 { kOk = 1, kStopped = 2 };
 
 struct ExchangeLaunch {
     KogExchangeParams params;

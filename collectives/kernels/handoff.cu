@@ -8,7 +8,6 @@ namespace kog {
 
 constexpr int kReplicas = 4, kHandoffThreads = 64, kVectorRows = kCtas * kRows;
 constexpr u32 kCopyWords = (kVectorRows / 2 + 15) / 16 * 16, kCandidateWords = (2 * kCtas + 15) / 16 * 16;
-enum HandoffStatus : u32 { kOk = 1, kStopped = 2 };
 
 struct HandoffLaunch {
     KogHandoffParams params;
