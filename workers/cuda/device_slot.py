@@ -8,11 +8,10 @@ import numpy as np
 
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.draft_builds import NOWHERE
-from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, HOST_PAGE
+from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, HOST_PAGE, OTHERS_WAIT_TAG
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.cuda.processors import ProcessedRequest, ProcessorsBuild
 
-_OTHERS_WAIT = 0xFFFFFFFF  # in the place of a request's tag
 # Fields of a state that count over all requests: they go on in the state of whoever runs next.
 _COUNTERS = ("epoch", "num_exchanges", "hash", "pass_epoch")
 
@@ -47,11 +46,11 @@ class DeviceSlot:
     def leave_early(self) -> None:
         """Let launches end behind a pass; the request that is to end goes on to be told so."""
         if self.host["cancelled_tag"].item() != self.tag:
-            self.host["cancelled_tag"] = _OTHERS_WAIT
+            self.host["cancelled_tag"] = OTHERS_WAIT_TAG
 
     def goes_on(self) -> None:
         """Let the launches that follow have all of their passes."""
-        if self.host["cancelled_tag"].item() == _OTHERS_WAIT:
+        if self.host["cancelled_tag"].item() == OTHERS_WAIT_TAG:
             self.host["cancelled_tag"] = 0
 
     def goes_on_from(self, other: DeviceSlot, stream: Any) -> None:

@@ -193,12 +193,15 @@ class StampKind(enum.IntEnum):
     ATTENDED = 7
 
 
+# In the place of a request's tag among what the host tells: launches of builds with drafts or company are to end behind a pass.
+OTHERS_WAIT_TAG = 0xFFFFFFFF
+
 HOST_PAGE = Struct(
     "HostPage",
     "Words that the host writes and one warp of the device reads.",
     (
         Field("abort", "u32", "1: leave all waits"),
-        Field("cancelled_tag", "u32", "tag of the request that is to end; 0 = none; ~0: others wait, leave behind a pass"),
+        Field("cancelled_tag", "u32", "tag of the request that is to end; 0 = none; or OTHERS_WAIT_TAG"),
     ),
     size_multiple=128,
 )
@@ -213,7 +216,7 @@ def abi_header() -> str:
         c_enum("Finish", Finish, "Finish"),
         c_enum("ProcessorFlag", ProcessorFlag),
         c_enum("StampKind", StampKind),
-        f"constexpr unsigned int kStampKinds = {len(StampKind)};",
+        f"constexpr unsigned int kStampKinds = {len(StampKind)}, kOthersWaitTag = {OTHERS_WAIT_TAG}u;",
     )
     structs = device_header("kog_dist.workers.cuda.kernel_abi", KERNEL_STRUCTS)
     return "\n".join((structs, "namespace kog {", *enums, "}  // namespace kog\n"))

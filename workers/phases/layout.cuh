@@ -401,9 +401,9 @@ struct Place {
     u32 packed;  // one register, since it is kept through whole products
 
     __device__ __forceinline__ explicit Place(u32 number) : packed(kProducts[number]) {}
-    __device__ __forceinline__ u32 phase() const { return packed & 3; }  // kQkvPhase to kDownPhase
-    __device__ __forceinline__ u32 lane() const { return packed >> 2 & 63; }  // of products of the LM head: their number
-    __device__ __forceinline__ u32 layer() const { return packed >> 8; }
+    __device__ __forceinline__ u32 phase() const { return packed & ((1u << kPlaceLaneBit) - 1); }  // kQkvPhase to kDownPhase
+    __device__ __forceinline__ u32 lane() const { return packed >> kPlaceLaneBit & ((1u << (kPlaceLayerBit - kPlaceLaneBit)) - 1); }  // of products of the LM head: their number
+    __device__ __forceinline__ u32 layer() const { return packed >> kPlaceLayerBit; }
     __device__ __forceinline__ bool is_last() const { return layer() == kLayers; }  // the place after all products: the LM head
     __device__ __forceinline__ u32 index() const { return 4 * layer() + phase(); }  // among the lane's products of the token
 };

@@ -50,9 +50,6 @@ __device__ __forceinline__ float gumbel(u32 id, u32 position, u64 seed) {
     return -log_exactly(-log_exactly(uniform));
 }
 
-// In the place of a request's tag among what the host tells: launches of builds with drafts or company are to end behind a pass.
-constexpr u32 kOthersWaitTag = ~0u;
-
 struct Candidate {
     float score;
     u32 id;  // with flags
