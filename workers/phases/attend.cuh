@@ -6,6 +6,7 @@
 // read, by whom and in which order is the same.
 #pragma once
 #include "attend_batches.cuh"
+#include "delta_company.cuh"
 #include "delta_pass.cuh"
 
 namespace kog {
@@ -433,6 +434,9 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
     DeltaStates states;
     pass.is_none = 0;
 #endif
+#ifdef KOG_DELTA_COMPANY
+    u32 num_met = 0;  // how often this thread block's warps have met over items of delta nets
+#endif
     for (u32 turn = 0; begin_pass(role, turn, pass); ++turn) {
         const u32 position = pass.position;
         attender.turn = turn;
@@ -459,6 +463,8 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
                 const DeltaRule rule{params, nets, role, warp, attender.lane, turn, attender.product};
 #ifdef KOG_DELTA_PASSES
                 if (!states.take(rule, at.layer(), lane_idx, position, kTokens, attender.tag_in(at.layer()), attender.first_vector + attender.product + 1)) return;
+#elif defined KOG_DELTA_COMPANY
+                if (!take_items(rule, at.layer(), lane_idx, attender.tag_in(at.layer()), attender.first_vector + attender.product + 1, num_met)) return;
 #else
 #pragma unroll 1
                 for (u32 item = first_delta_item(role, at.layer(), lane_idx); item < kDeltaItems; item += kNumCtas)
