@@ -436,7 +436,7 @@ class CudaEngine:
     ) -> None:
         """Passes with a token of each of these that goes on, so many in a launch, or more where nobody else runs, until one of
         them ends or another request wants its turn; what they give is handed out as it comes. Where they are too many for a pass
-        they have one in turn.
+        they have one in turn. They also end where a copy of somebody's state is due.
         """
         kernel, queued = self._loaded, deque[Any]()
         most = kernel.most_together()
@@ -444,6 +444,8 @@ class CudaEngine:
         num_launches, have_others = 0, len(together) < len(running)
         reads_tokens = not all(one.index for one in together)  # whose prompts go token by token: progress is told behind a launch
         is_long = len(groups) == 1 and not have_others and not reads_tokens
+        stops = [steps for one in together if (steps := one.num_steps_to_stop) is not None]
+        num_left = min(stops, default=self._max_context)  # passes; without stops all have ended by then
 
         def is_over() -> bool:
             if have_others or reads_tokens or self._num_new > 0 or self._have_drafts(together):
@@ -453,6 +455,8 @@ class CudaEngine:
         def goes_on() -> bool:
             if num_launches < len(groups):
                 return True
+            if not num_left and num_launches % len(groups) == 0:
+                return False
             # All ranks queue as many; what rank 0 ends early ends on all of them.
             return not is_over() if self._peers is None else is_long and num_launches < CHUNKS_QUEUED
 
@@ -460,7 +464,10 @@ class CudaEngine:
             while queued and queued[0].done:
                 queued.popleft()
             while len(queued) < CHUNKS_QUEUED and goes_on():  # so the next passes begin without the host
-                kernel.launch_together(groups[num_launches % len(groups)], ANSWER_STEPS if is_long else num_steps)
+                if num_launches % len(groups) == 0:  # the next round
+                    num_steps = min(ANSWER_STEPS if is_long else num_steps, num_left)
+                    num_left -= num_steps
+                kernel.launch_together(groups[num_launches % len(groups)], num_steps)
                 queued.append(kernel.stream.record())
                 num_launches += 1
             if is_long and is_over():
@@ -477,10 +484,18 @@ class CudaEngine:
         kernel.finish()
         heartbeat.progress()
         for one in together:
-            if one.index == 0:  # its prompt goes token by token
-                kernel.use(one.slot)
-                one.told = min(int(kernel.state()["position"]), len(one.request.prompt) - 1)
-                self._control.set_progress(self._rank, one.seq, one.told, one.slot)
+            if one.finish is Finish.NONE and (one.index == 0 or one.num_steps_to_stop is not None):
+                self._went_on(one)
+
+    def _went_on(self, one: CudaRequest) -> None:
+        """Note how far shared passes have brought a request; make the copy of its state that is due there."""
+        assert one.launches is not None
+        self._loaded.use(one.slot)
+        position = int(self._loaded.state()["position"])
+        one.launches.went_on(position)
+        if one.index == 0:  # its prompt goes token by token
+            one.told = min(position, len(one.request.prompt) - 1)
+            self._control.set_progress(self._rank, one.seq, one.told, one.slot)
 
     def _take_shared(self, one: CudaRequest, heartbeat: Heartbeat, *, has_ended: bool) -> None:
         """Hand out what shared passes have given of a request. `has_ended`: all that were queued had, before this was called."""
@@ -638,8 +653,11 @@ class CudaEngine:
         logprobs = self._logprobs(seq, index) if wants_logprobs else None
         if self._control.aborted():
             self._leave(f"left request {seq}")
-        if token.finish is Finish.NONE or is_whole:
-            self._control.set_progress(self._rank, seq, len(request.prompt) + index, slot)
+        num_held = len(request.prompt) + index
+        if token.finish is Finish.NONE:
+            self._control.set_progress(self._rank, seq, num_held, slot)
+        elif is_whole:
+            self._holds(one, num_held)
         else:
             self._settle(one, token.finish)
         if self._takes_turns and token.finish is Finish.NONE:
@@ -767,13 +785,16 @@ class CudaEngine:
 
     # ---- ends ----
     def _settle(self, one: CudaRequest, finish: Finish) -> None:
-        """Wait until the kernel has left the request; say how many positions the KV cache holds."""
+        """Wait until the kernel has left the request."""
         kernel = self._loaded
         self._await_launches(f"left request {one.seq}")
         kernel.finish()
         if finish is Finish.NUMERICAL_FAULT:
             kernel.recover()
-        held = 0 if finish is Finish.NUMERICAL_FAULT else int(kernel.state()["position"])
+        self._holds(one, 0 if finish is Finish.NUMERICAL_FAULT else int(kernel.state()["position"]))
+
+    def _holds(self, one: CudaRequest, held: int) -> None:
+        """Say how many positions the KV cache of a request holds that has ended, behind what is queued; its state is there."""
         if self._states is not None:
             self._save_state(one, held)
             self._states.stands(one.cache, held)
