@@ -14,6 +14,7 @@ import pytest
 
 from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.coding import Coding
+from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.ring import Finish
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
@@ -22,6 +23,9 @@ from tests.sweeps import cases
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import Model, build_twin, command_of, twin_sources
+from tests.unit.test_delta_codes_twin import CodedNets
+from tests.unit.test_delta_passes_twin import CODED
+from tests.unit.test_delta_passes_twin import CODED_SPEC as CODED_NETS
 from tests.unit.test_delta_passes_twin import SPECS as OF_NETS
 from tests.unit.test_expert_twin import MXFP4, SPLITS, VARIANTS, CodedExperts
 from tests.unit.test_kinds_twin import StoredModel
@@ -29,6 +33,7 @@ from tests.unit.test_passes_twin import CODED_SPEC, DENSE, NORMED, SETS, WINDOWS
 
 pytestmark = needs_compiler
 NOBODY, OTHERS_WAIT = -1, -2
+FP8_NETS, INT4_NETS = (CODED[name][0] for name in ("FP8, blocks", "INT4"))
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,10 @@ def _of_nets(spec: ModelSpec) -> Callable[[pytest.MonkeyPatch], Model]:
     return lambda monkeypatch: StoredModel(replace(spec, max_context=24), "bfloat16", monkeypatch)
 
 
+def _coded_nets(form: WeightFormat) -> Callable[[pytest.MonkeyPatch], Model]:
+    return lambda monkeypatch: CodedNets(replace(CODED_NETS, max_context=24), "bfloat16", form, monkeypatch)
+
+
 def _coded(form: str) -> Callable[[pytest.MonkeyPatch], Model]:
     spec = replace(CODED_SPEC, num_layers=1, intermediate_size=1280, max_context=24)
     return lambda monkeypatch: CodedModel(spec, "bfloat16", FORMS[form], monkeypatch)
@@ -157,6 +166,8 @@ MODELS: dict[str, Case] = {
     "INT4 weights": (_coded("INT4"), {"coding": Coding.of(FORMS["INT4"])}, ((2, 1),)),
     "delta nets": (_of_nets(OF_NETS["odd shapes"][1]), {}, ((2, 1), (4, 1))),
     "delta nets, published heads": (_of_nets(OF_NETS["published heads"][1]), {}, ((4, 1),)),
+    "delta nets in FP8": (_coded_nets(FP8_NETS), {"coding": Coding.of(FP8_NETS)}, ((4, 1),)),
+    "delta nets in INT4": (_coded_nets(INT4_NETS), {"coding": Coding.of(INT4_NETS)}, ((2, 1), (4, 1))),
     "delta nets on two ranks": (_of_nets(OF_NETS["small nets on two ranks"][1]), {}, ((4, 2),)),
     "two ranks": (_of(DENSE), {}, ((4, 2),)),
     "experts on two ranks": (_of(VARIANTS["qwen3_moe"]), {}, ((2, 2),)),
