@@ -440,7 +440,7 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
     for (u32 turn = 0; begin_pass(role, turn, pass); ++turn) {
         const u32 position = pass.position;
         attender.turn = turn;
-#ifdef KOG_COMPANY
+#if defined KOG_COMPANY && !defined KOG_DELTA_COMPANY
         attender.sit(pass);
 #endif
 #ifdef KOG_DELTA_PASSES
@@ -476,6 +476,9 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
             }
 #endif
             const u32 lane_idx = at.lane() + i % kQkvLanes;
+#ifdef KOG_DELTA_COMPANY
+            attender.sit(role.shared->passes[turn & 1]);  // here, since a delta net's item leaves no registers to keep it in
+#endif
             if constexpr (kTokens > 1) {
 #pragma unroll 1
                 for (u32 item = first_item(role, at.layer(), lane_idx, 0); item < kItems; item += kNumCtas)
