@@ -1,8 +1,7 @@
 // A gated delta net in passes of several tokens. A pass takes an item's state through the steps of all of its tokens, in registers; it writes the one
 // behind its first token, which alone is certain to count, and keeps what the others brought. The next pass takes the steps of those that have counted
-// once more, before its own; so does the end of a launch, behind which states are where the request is. Each step is that of a pass of one token, to the
-// bit. What is kept each thread reads and writes for itself, as it does states. What both have in common stands in both where the instructions of
-// one token's would change.
+// once more, before its own; so does the end of a launch, behind which states are where the request is. What is kept each thread reads and writes for
+// itself, as it does states.
 #pragma once
 #include "delta_item.cuh"
 
