@@ -31,51 +31,52 @@ struct DeltaCompany : DeltaItem {
         }
         store_relaxed(squares_of(other), load_relaxed(squares_of(token)));
     }
-    // `num_met` and `product` as in DeltaPass. False: leave.
-    __device__ __forceinline__ bool take(const Pass& pass, u32 tag, u32 product, u32& num_met) const {
-        read_ahead(pass);
-        float taps[kThreadChannels][kConvWidth];
+    // The step of the request in a seat, behind `position` tokens. `number`: how often this thread block's warps have met in this launch. `product`:
+    // products up to the one that made the inputs. False: leave.
+    __device__ __forceinline__ bool step(u32 seat, u32 position, u32 tag, u32 product, u32 number) const {
+        float* state = state_of(seat);
+        float4* stored = reinterpret_cast<float4*>(state) + warp * (kColumnGroups * kKeyDim) + lane;
+        float* ring = state + kStateValues;
+        Columns columns;
+        load_columns(stored, position, columns);
+        float past[kThreadChannels][kConvWidth - 1], taps[kThreadChannels][kConvWidth];
 #pragma unroll
-        for (u32 i = 0; i < kThreadChannels; ++i)
-            if (channel_of(i) < kItemChannels) load_taps(net, row_of(channel_of(i), head, slice), taps[i]);
+        for (u32 i = 0; i < kThreadChannels; ++i) {
+            if (channel_of(i) >= kItemChannels) continue;
+            load_taps(net, row_of(channel_of(i), head, slice), taps[i]);
+            load_past(ring, position, channel_of(i), past[i]);
+        }
         const u16* factors = reinterpret_cast<const u16*>(delta.factors_ptr) + net * (2 * kDeltaHeads) + head;
         const float rate = exp2_approx(WeightFormat::low(factors[0]) * kLog2e), dt_bias = WeightFormat::low(factors[kDeltaHeads]);
-        bool has_waited = false;
-#pragma unroll 1
-        for (u32 seat = 0; seat < kTokens; ++seat) {
-            if (pass.seat_of(seat) != seat) continue;
-            const u32 position = pass.positions[seat];
-            float* state = state_of(seat);
-            float4* stored = reinterpret_cast<float4*>(state) + warp * (kColumnGroups * kKeyDim) + lane;
-            float* ring = state + kStateValues;
-            Columns columns;
-            load_columns(stored, position, columns);
-            float past[kThreadChannels][kConvWidth - 1];
+        if (!counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), product)) return false;
+        Inputs inputs;
+        if (!wait_for_inputs(seat, tag, inputs)) return false;
+        if (warp == 0) stamp(role, kQuerySeen, turn, stamped);
+        float* convolved = role.shared->convolved[number & 1];
 #pragma unroll
-            for (u32 i = 0; i < kThreadChannels; ++i)
-                if (channel_of(i) < kItemChannels) load_past(ring, position, channel_of(i), past[i]);
-            if (!has_waited && !counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), product)) return false;
-            has_waited = true;
-            Inputs inputs;
-            if (!wait_for_inputs(seat, tag, inputs)) return false;
-            if (warp == 0) stamp(role, kQuerySeen, turn, stamped);
-            const u32 number = num_met++;
-            float* convolved = role.shared->convolved[number & 1];
-#pragma unroll
-            for (u32 i = 0; i < kThreadChannels; ++i) {
-                if (channel_of(i) >= kItemChannels) continue;
-                const float newest = inputs.channels[i], sum = convolve(past[i], newest, taps[i]);
-                convolved[channel_of(i)] = sum * sigmoid(sum);
-                ring[position % kConvWidth * kItemChannels + channel_of(i)] = newest;
-            }
-            if (!meet(role.base + KOG_OFFSET(convolved_full) + (number & 1) * 8, number)) return false;
-            if (warp == 0) stamp(role, kScored, turn, stamped);
-            apply(convolved, decay_of(rate, inputs.decay + dt_bias), sigmoid(inputs.beta), inputs, seat, true, tag, columns);
-            store_columns(columns, stored);
-#pragma unroll 1
-            for (u32 token = 0; token < kTokens; ++token)
-                if (token != seat && pass.seat_of(token) == seat) publish_again(seat, token);
+        for (u32 i = 0; i < kThreadChannels; ++i) {
+            if (channel_of(i) >= kItemChannels) continue;
+            const float newest = inputs.channels[i], sum = convolve(past[i], newest, taps[i]);
+            convolved[channel_of(i)] = sum * sigmoid(sum);
+            ring[position % kConvWidth * kItemChannels + channel_of(i)] = newest;
         }
+        if (!meet(role.base + KOG_OFFSET(convolved_full) + (number & 1) * 8, number)) return false;
+        if (warp == 0) stamp(role, kScored, turn, stamped);
+        apply(convolved, decay_of(rate, inputs.decay + dt_bias), sigmoid(inputs.beta), inputs, seat, true, tag, columns);
+        store_columns(columns, stored);
+        return true;
+    }
+    // Those of all requests that go on. False: leave.
+    __device__ __forceinline__ bool take(const Pass& pass, u32 tag, u32 product, u32& num_met) const {
+        read_ahead(pass);
+#pragma unroll 1
+        for (u32 token = 0; token < kTokens; ++token) {
+            const u32 seat = pass.seat_of(token);
+            if (seat == token && !step(seat, pass.positions[seat], tag, product, num_met++)) return false;
+        }
+#pragma unroll 1
+        for (u32 token = 0; token < kTokens; ++token)
+            if (pass.seat_of(token) != token) publish_again(pass.seat_of(token), token);
         return true;
     }
 };
