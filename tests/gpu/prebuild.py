@@ -40,7 +40,7 @@ from kog_dist.workers.prefill.buffers.prompt import misfit
 from kog_dist.workers.prefill.programs import headers_of
 
 _KERNEL, _DRAFTS = "kernel.", "drafts."
-_PLAIN = ("benchmarks", "forms", "passes", "pass_ranks", "delta_passes")  # groups of the plain kernel alone
+_PLAIN = ("benchmarks", "forms", "passes", "pass_ranks", "delta_passes", "delta_company")  # groups of the plain kernel alone
 CHUNK_ROWS = {"one_gpu": 128, "ranks": 128}  # rows of prefill's largest chunk, where it is not the default
 
 
@@ -79,6 +79,10 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
         from tests.gpu.test_delta_passes import options_of_builds as of_nets
 
         yield from ((one.pop("spec"), one) for one in of_nets())
+    elif group == "delta_company":
+        from tests.gpu.test_delta_company import options_of_builds as in_company
+
+        yield from ((one.pop("spec"), one) for one in in_company())
     elif group == "forms":
         from tests.gpu.test_quantised import FORMS, SPECS
 

@@ -196,6 +196,8 @@ STEPS = {
     "delta_prefill_widths": _tests(1, 330, 560, "test_delta_prefill", "token_by_token"),
     "delta_engine": _tests(1, 120, 400, "test_delta_engine", "not two_gpus"),
     "delta_passes": _tests(1, 200, 560, "test_delta_passes", builds="delta_passes:1"),
+    "delta_company": _tests(1, 60, 400, "test_delta_company", "has_what_it_has_alone", builds="delta_company:1"),
+    "delta_company_engine": _tests(1, 200, 560, "test_delta_company", "not has_what_it_has_alone"),
     "soak_delta": _bench(1, 100, 300, "soak --delta-nets --gpus 1 --requests 1000", _TABLE),
     "prefill_quantised": _tests(1, 80, 240, "test_prefill_quantised"),
     "kept": _tests(1, 160, 300, "test_kept_prefixes", "not rate_of_the_link"),

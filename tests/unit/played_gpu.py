@@ -33,6 +33,7 @@ from kog_dist.workers.cuda.company_build import company_headers
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_abi import (
     COMPANY_PARAMS,
+    COMPANY_STATES_PARAMS,
     DECODE_PARAMS,
     DECODE_STATE,
     DELTA_PARAMS,
@@ -272,14 +273,19 @@ class PlayedGpu:
             if at(int(params["invalid_ptr"]), np.int32)[0]:
                 at(int(params["state_ptr"]), DECODE_STATE.dtype)["finish"] = Finish.CANCELLED
             return
+        of_seats = np.zeros(0, np.uint64)
         if self.shape.delta is not None:
+            if name.startswith("company"):
+                raw, states = _without(raw, COMPANY_STATES_PARAMS)
+                of_seats = states["state_ptr"]
             nets = np.frombuffer(raw[-DELTA_PARAMS.size_bytes :], DELTA_PARAMS.dtype)[0]
             self._nets_ptr, stop_position = int(nets["state_ptr"]), int(nets["stop_position"])
             raw = raw[: -DELTA_PARAMS.size_bytes]
         params = np.frombuffer(raw, DECODE_PARAMS.dtype, 1)[0]
         state = at(int(params["state_ptr"]), DECODE_STATE.dtype)
         if name.startswith("company"):
-            self._run_together(name, params, np.frombuffer(raw[-COMPANY_PARAMS.size_bytes :], COMPANY_PARAMS.dtype)[0], state)
+            company = _without(raw, COMPANY_PARAMS)[1]
+            self._run_together(name, params, company, of_seats, state)
             return
         has_drafts = name.startswith(("small", "large"))
         if has_drafts and (int(state["pass_tokens"][0]) > 1) != name.startswith("large"):
@@ -315,8 +321,8 @@ class PlayedGpu:
         assert stored[num_prompt:].tolist() == (ring & np.uint64(_NONE))[: max(position + 1 - num_prompt, 0)].tolist()
         state["draft_looked"] = position
 
-    def _run_together(self, name: str, params: Any, company: Any, own: Any) -> None:
-        """A launch with a token of each seat in a pass."""
+    def _run_together(self, name: str, params: Any, company: Any, nets_ptrs: NDArray[np.uint64], own: Any) -> None:
+        """A launch with a token of each seat in a pass. `nets_ptrs`: states of the seats' requests, of models with delta nets."""
         seats = [seat for seat in range(int(name.removeprefix("company"))) if int(company["taken"]) >> seat & 1]
         names = ("kv_ptr", "prompt_ptr", "ring_ptr", "host_ptr", "seed", "inverse_temperature_bits", "request_tag")
         count = len(company["stop_ids"]) // len(company["seed"])
@@ -341,6 +347,7 @@ class PlayedGpu:
             self.num_shared += len(live) > 1
             time.sleep(_PASS_S)
             for seat in live:
+                self._nets_ptr = int(nets_ptrs[seat]) if len(nets_ptrs) else 0
                 self._pass("company", requests[seat], b"", states[seat])
             if self.told(lambda: any(map(_do_others_wait, requests.values()))):
                 return
@@ -444,7 +451,8 @@ class _PlayedKernel:
         sizes = {"plain": 0, "head": 0, "small": DRAFT_PARAMS.size_bytes, "large": DRAFT_PARAMS.size_bytes}
         of_both = PROCESSOR_PARAMS.size_bytes + DRAFT_PARAMS.size_bytes + FORCED_PARAMS.size_bytes
         sizes |= {f"{size}{_OF_SOURCE[PROCESSORS_SOURCE]}": of_both for size in ("small", "large")}
-        sizes |= {f"company{size}": COMPANY_PARAMS.size_bytes for size in COMPANY_SIZES}
+        of_company = COMPANY_PARAMS.size_bytes + (COMPANY_STATES_PARAMS.size_bytes if self._gpu.shape.delta is not None else 0)
+        sizes |= {f"company{size}": of_company for size in COMPANY_SIZES}
         of_build = sizes.get(self._name, PROCESSOR_PARAMS.size_bytes)
         of_build += 0 if self._gpu.shape.delta is None else DELTA_PARAMS.size_bytes
         peers = len(params) - DECODE_PARAMS.size_bytes - of_build

@@ -28,10 +28,11 @@ from kog_dist.workers.cuda.company_build import (
     obstacle_to_company,
 )
 from kog_dist.workers.cuda.draft_builds import drafting_shape
-from kog_dist.workers.cuda.kernel_abi import COMPANY_PARAMS, DECODE_PARAMS, DECODE_STATE
+from kog_dist.workers.cuda.kernel_abi import COMPANY_PARAMS, COMPANY_STATES_PARAMS, DECODE_PARAMS, DECODE_STATE, DELTA_PARAMS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 FIRST = CompanySeat(0x1000, 0x2000, 0x3000, 0x4000, 0x5000, SamplingParams(temperature=0.5, seed=7), (3, 9), 11)
+NET = replace(FIRST, nets_ptr=0x6000)
 SECOND = CompanySeat(0x1100, 0x2100, 0x3100, 0x4000, 0x5100, SamplingParams(), (), 12)
 
 
@@ -64,6 +65,7 @@ def test_each_seat_has_its_request_and_an_empty_one_nothing() -> None:
         ([FIRST, replace(SECOND, kv_ptr=FIRST.kv_ptr)], "two seats have the same kv_ptr"),
         ([FIRST, FIRST], "two seats have the same state_ptr"),
         ([FIRST, replace(SECOND, ring_ptr=FIRST.ring_ptr)], "two seats have the same ring_ptr"),
+        ([NET, replace(SECOND, nets_ptr=NET.nets_ptr)], "two seats have the same nets_ptr"),
         ([None, replace(FIRST, tag=0)], "seat 1 has tag 0 (not 0)"),
         ([replace(FIRST, stop_ids=tuple(range(17)))], "17 stop ids (at most 16)"),
     ],
@@ -113,6 +115,14 @@ def test_a_launch_has_memory_of_the_build_and_nothing_of_another_request(company
     assert int(params_of(raw[DECODE_PARAMS.size_bytes + PEERS.size_bytes :])["taken"]) == 1
     with pytest.raises(ValueError, match="3 seats in passes of 2 tokens"):
         company.params(of_launch, b"", [SECOND, None, None])
+
+
+def test_each_seat_has_a_state_behind_what_all_nets_share(company: CompanyBuild) -> None:
+    of_nets = b"n" * DELTA_PARAMS.size_bytes
+    raw = company.params(np.zeros((), DECODE_PARAMS.dtype), b"", [None, NET], of_nets)
+    states = raw[-COMPANY_STATES_PARAMS.size_bytes :]
+    assert raw[DECODE_PARAMS.size_bytes + COMPANY_PARAMS.size_bytes :] == of_nets + states
+    assert np.frombuffer(states, COMPANY_STATES_PARAMS.dtype)[0]["state_ptr"].tolist() == [0, NET.nets_ptr, 0, 0]
 
 
 def test_what_the_last_launch_has_left(company: CompanyBuild) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.coding import Coding
+from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.ring import Finish
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
@@ -22,11 +23,17 @@ from tests.sweeps import cases
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import Model, build_twin, command_of, twin_sources
+from tests.unit.test_delta_codes_twin import CodedNets
+from tests.unit.test_delta_passes_twin import CODED
+from tests.unit.test_delta_passes_twin import CODED_SPEC as CODED_NETS
+from tests.unit.test_delta_passes_twin import SPECS as OF_NETS
 from tests.unit.test_expert_twin import MXFP4, SPLITS, VARIANTS, CodedExperts
+from tests.unit.test_kinds_twin import StoredModel
 from tests.unit.test_passes_twin import CODED_SPEC, DENSE, NORMED, SETS, WINDOWS, arrays_of
 
 pytestmark = needs_compiler
 NOBODY, OTHERS_WAIT = -1, -2
+FP8_NETS, INT4_NETS = (CODED[name][0] for name in ("FP8, blocks", "INT4"))
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Found:
-    """What is left of a request on a rank. `scores`: the hash of all tokens and scores. `cache`: all rows."""
+    """What is left of a request on a rank. `scores`: the hash of all tokens and scores. `cache`: all rows. `nets`: states."""
 
     tokens: list[int]
     finish: Finish
@@ -67,6 +74,11 @@ class Found:
     position: int
     scores: bytes
     cache: bytes
+    nets: bytes
+
+    def on(self, other: Found) -> Found:
+        """The same with what is kept of the request's positions on another number of ranks."""
+        return replace(self, cache=other.cache, nets=other.nets)
 
 
 class Twin:
@@ -113,7 +125,7 @@ class Twin:
         assert endings == [*[0] * (len(endings) - 1), int(state["finish"])][: len(endings)]
         return Found(
             tokens, Finish(int(state["finish"])), int(state["token"]), int(state["position"]), state["hash"].tobytes(),
-            (self.folder / f"kv.{name}").read_bytes(),
+            (self.folder / f"kv.{name}").read_bytes(), (self.folder / f"nets.{name}").read_bytes(),
         )  # fmt: skip
 
     @property
@@ -131,6 +143,14 @@ def _of(spec: ModelSpec, kv_dtype: str = "") -> Callable[[pytest.MonkeyPatch], M
     return lambda monkeypatch: Model(replace(spec, max_context=context), "bfloat16", monkeypatch, kv_dtype)
 
 
+def _of_nets(spec: ModelSpec) -> Callable[[pytest.MonkeyPatch], Model]:
+    return lambda monkeypatch: StoredModel(replace(spec, max_context=24), "bfloat16", monkeypatch)
+
+
+def _coded_nets(form: WeightFormat) -> Callable[[pytest.MonkeyPatch], Model]:
+    return lambda monkeypatch: CodedNets(replace(CODED_NETS, max_context=24), "bfloat16", form, monkeypatch)
+
+
 def _coded(form: str) -> Callable[[pytest.MonkeyPatch], Model]:
     spec = replace(CODED_SPEC, num_layers=1, intermediate_size=1280, max_context=24)
     return lambda monkeypatch: CodedModel(spec, "bfloat16", FORMS[form], monkeypatch)
@@ -144,6 +164,11 @@ MODELS: dict[str, Case] = {
     "whole windows": (_of(WINDOWS), {"whole_windows": True}, ((2, 1),)),
     "FP8 weights": (_coded("FP8, blocks"), {"coding": Coding.of(FORMS["FP8, blocks"])}, ((4, 1),)),
     "INT4 weights": (_coded("INT4"), {"coding": Coding.of(FORMS["INT4"])}, ((2, 1),)),
+    "delta nets": (_of_nets(OF_NETS["odd shapes"][1]), {}, ((2, 1), (4, 1))),
+    "delta nets, published heads": (_of_nets(OF_NETS["published heads"][1]), {}, ((4, 1),)),
+    "delta nets in FP8": (_coded_nets(FP8_NETS), {"coding": Coding.of(FP8_NETS)}, ((4, 1),)),
+    "delta nets in INT4": (_coded_nets(INT4_NETS), {"coding": Coding.of(INT4_NETS)}, ((2, 1), (4, 1))),
+    "delta nets on two ranks": (_of_nets(OF_NETS["small nets on two ranks"][1]), {}, ((4, 2),)),
     "two ranks": (_of(DENSE), {}, ((4, 2),)),
     "experts on two ranks": (_of(VARIANTS["qwen3_moe"]), {}, ((2, 2),)),
     "experts": (_of(VARIANTS["qwen3_moe"]), {}, ((2, 1), (4, 1))),
@@ -152,7 +177,7 @@ MODELS: dict[str, Case] = {
     ),
     "experts in MXFP4": (CodedExperts, {"coding": Coding.of(MXFP4, is_of_experts=True)}, ((2, 1),)),
 }  # fmt: skip
-SWEPT = set(MODELS) - {"normed heads of 128, fp8", "experts on two ranks"}
+SWEPT = set(MODELS) - {"normed heads of 128, fp8", "experts on two ranks", "delta nets"}
 A, B, C, D, E = range(5)
 # Of each number of seats. Requests come at the edge of a launch, wait for a while, and change seats; seats are empty, or of a
 # request that has ended. Behind the last launch that has something to do comes one more.
@@ -223,9 +248,9 @@ def test_each_request_has_what_it_has_alone(name: str, tmp_path: Path, monkeypat
                 if num_ranks == 1 and number != E:
                     assert on_ranks[0] == wanted[number], f"request {number} of {seats} seats"
                 for one in on_ranks:
-                    assert replace(one, cache=on_ranks[0].cache) == on_ranks[0]
+                    assert one.on(on_ranks[0]) == on_ranks[0]
                     if number != E:
-                        assert replace(one, cache=wanted[number].cache) == wanted[number]
+                        assert one.on(wanted[number]) == wanted[number]
             cancelled = found[E][0]
             assert cancelled.finish is Finish.CANCELLED
             assert 1 < len(cancelled.tokens) < len(wanted[E].tokens)

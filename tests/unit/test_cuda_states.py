@@ -26,6 +26,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_blocks import KvBlocks
 from kog_dist.workers.engines import cuda, cuda_start
 from kog_dist.workers.engines.cuda import CudaEngine
+from kog_dist.workers.engines.cuda_request import CudaRequest
 from kog_dist.workers.engines.cuda_states import CudaStates
 from kog_dist.workers.prefill.base.chunks import Chunk
 from tests.unit.asked_together import PATIENCE_S, Asked
@@ -64,30 +65,31 @@ def num_missed(engine: Turns) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kept_bytes", "host_bytes", "prefill"),
+    ("kept_bytes", "host_bytes", "prefill", "shares"),
     [
-        (1 << 19, 0, False),
-        (1 << 19, 1 << 22, False),
-        (1 << 22, 0, False),
-        (0, 0, False),
-        (1 << 19, 1 << 22, True),
-        (1 << 22, 0, True),
+        (1 << 19, 0, False, True),
+        (1 << 19, 1 << 22, False, True),
+        (1 << 22, 0, False, False),
+        (1 << 22, 0, False, True),
+        (0, 0, False, False),
+        (1 << 19, 1 << 22, True, False),
+        (1 << 22, 0, True, True),
     ],
 )
 def test_every_answer_is_that_of_the_request_alone(
-    kept_bytes: int, host_bytes: int, prefill: bool, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
+    kept_bytes: int, host_bytes: int, prefill: bool, shares: bool, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is kept, and whoever runs beside it: with few copies of states, with many, and with none; where they have room on
-    the host more are found. Prefill rounds otherwise
-    than the kernel, and where chunks are not divided between its blocks.
+    the host more are found. Prefill rounds otherwise than the kernel, and where chunks are not divided between its blocks.
+    `shares`: passes have tokens of several of them.
     """
     chance = random.Random(5)
     asked = drawn(chance, 24)
     options: dict[str, Any] = {"prefill": prefill, "kept_bytes": kept_bytes, "kept_host_bytes": host_bytes, "rounds": True}
-    with turns(NETS, PARALLEL, monkeypatch, **options) as engine:
+    with turns(NETS, PARALLEL, monkeypatch, **options, shares=shares) as engine:
         engine.run(asked, chance)
         assert num_missed(engine) == 0
-        assert engine.gpu.num_shared == 0, "they take turns"
+        assert (engine.gpu.num_shared > 0) is shares
         assert (made[KINDS.SAVE_STATE] > 20) is bool(kept_bytes)
         assert max(kept_bytes, host_bytes) < 1 << 22 or made[KINDS.LOAD_STATE] > 2
         assert (made[KINDS.MOVE_STATE] > 5) is bool(host_bytes)
@@ -116,6 +118,45 @@ def test_a_conversation_that_others_have_driven_out_comes_back_from_the_host(
     assert num_cached == [0, 139], "the last token of its answer was not in the cache"
     with turns(NETS, 1, monkeypatch, prefill=False, kept_bytes=0) as engine:
         compare(engine, [later], reuse_kv=False)
+
+
+@pytest.mark.parametrize("num", [2, 5])
+def test_who_shares_passes_makes_all_copies_that_it_is_told_to_make(
+    num: int, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within prompts and answers, of which some end earlier; the last one goes on alone. Whoever goes on behind them is right."""
+    prompts = [list(range(first, first + 41 + 9 * first)) for first in range(num)]
+    with turns(NETS, num, monkeypatch, prefill=False, shares=True) as engine:
+        blocks = engine.engine._caches._blocks
+        assert blocks is not None
+        taken, copy = engine.engine._requests._taken, blocks.copy
+        wanted, saved = list[KvCopy](), list[KvCopy]()
+
+        def told(seq: int, request: DecodeRequest) -> CudaRequest:
+            end = len(request.prompt) + request.max_tokens - 1
+            wanted.extend(one for one in request.kv.copies if one.kind is KINDS.SAVE_STATE and one.place <= end)
+            return taken(seq, request)
+
+        def copied(kv: KvUse, stream_ptr: int) -> None:
+            saved.extend(kv.copies)
+            copy(kv, stream_ptr)
+
+        monkeypatch.setattr(engine.engine._requests, "_taken", told)
+        monkeypatch.setattr(blocks, "copy", copied)
+        asked = [Asked(DecodeRequest(prompt, 100 + 30 * number)) for number, prompt in enumerate(prompts)]
+        engine.run(asked, random.Random(1))
+        assert engine.gpu.num_shared > 10
+        assert len(wanted) > 2 * num
+        assert all(one in saved for one in wanted)
+        answers = [[entry.token_id for entry in one.entries] for one in asked]
+        for end in (300, 50):  # the state of the cache, and then a copy
+            longer = [[*prompt, *said[:end], 7] for prompt, said in zip(prompts, answers, strict=True)]
+            asked += (behind := [Asked(DecodeRequest(prompt, 20)) for prompt in longer])
+            engine.run(behind, random.Random(1))
+            assert made[KINDS.LOAD_STATE] == (num if end == 50 else 0)
+        assert num_missed(engine) == 0
+    with turns(NETS, 1, monkeypatch, prefill=False, kept_bytes=0) as engine:
+        compare(engine, asked, reuse_kv=False)
 
 
 @pytest.mark.parametrize("prefill", [False, True])

@@ -166,14 +166,18 @@ def test_groups_that_take_turns_all_have_them(monkeypatch: pytest.MonkeyPatch) -
         compare(cast(Any, engine), asked)
 
 
-@pytest.mark.parametrize("prefill", [False, True])
-def test_states_of_all_ranks_stand_and_are_copied_alike(prefill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("prefill", "company"), [(False, ()), (True, ()), (True, (2, 4))])
+def test_states_of_all_ranks_stand_and_are_copied_alike(
+    prefill: bool, company: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turns, and where requests share passes."""
     monkeypatch.setattr(kept_caches, "_WORTH", 1)
     monkeypatch.setattr(kept_states, "STEP", 32)
     chance = random.Random(8)
     asked = drawn(chance, 20)
-    with turns(monkeypatch, prefill=prefill, company=(), spec=NETS) as engine:
+    with turns(monkeypatch, prefill=prefill, company=company, spec=NETS) as engine:
         engine.run(asked, chance)
+        assert (engine.node.gpus[0].num_shared > 0) is bool(company)
         books = [cast(Any, one._caches.states) for one in engine.engines]
         deadline = Deadline.after(PATIENCE_S)
         while books[0]._kept != books[1]._kept or books[0]._behind != books[1]._behind:  # rank 0 alone is waited for

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,9 @@ from kog_dist.launch.kept_prefixes import kept_on_gpus
 from kog_dist.launch.target import why_not_on_gpus
 from kog_dist.model.checkpoint import Checkpoint, planned_checkpoint
 from kog_dist.model.published_config import read_config
-from kog_dist.workers.cuda import draft_builds
+from kog_dist.workers.cuda import company_build, draft_builds
 from kog_dist.workers.cuda.coded_source import coding_of
+from kog_dist.workers.cuda.company_build import company_bytes, company_sizes, obstacle_to_company
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kernel_words import word_findings
@@ -114,8 +114,19 @@ def test_with_drafts_a_rank_keeps_what_those_bring(model: Checkpoint) -> None:
     assert draft_builds.why_unasked_without(shape).startswith("with delta nets auto has none")
     num_items, lines = 48 * 96, -(-(256 + 64 + 8) * 4 // 128) * 128
     assert gpu_rank_bytes(model, 0, 1, "bfloat16", drafts=True)["drafts"] > 3 * num_items * lines
-    with pytest.raises(ConfigError, match="delta nets, of which each request has a state"):
-        replace(shape, tokens=4, company=True)
+
+
+def test_passes_of_several_requests_keep_nothing_but_states(model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines have them, and more than one request unasked, once a GPU has run them."""
+    shape = gpu_rank_shape(model, 0, 1, "bfloat16")
+    assert obstacle_to_company(shape, 4) == "no GPU has run passes of several requests with delta nets yet"
+    turns = gpu_rank_bytes(model, 0, 1, "bfloat16", parallel=4, num_caches=4)
+    monkeypatch.setattr(company_build, "untried_in_company", lambda spec: "")
+    assert company_sizes(shape, 4) == [2, 4]
+    assert choice_of(model, gpus="1", prefill="off").parallel == 4
+    together = gpu_rank_bytes(model, 0, 1, "bfloat16", parallel=4, num_caches=4)
+    assert together["states"] == turns["states"]
+    assert together["slots"] - turns["slots"] == company_bytes(shape, 2) + company_bytes(shape, 4) < 30e6
 
 
 def test_where_four_tokens_have_no_room_passes_have_two(folder: Path) -> None:
@@ -159,9 +170,7 @@ def test_less_than_a_copy_is_refused_where_there_are_no_gpus_as_well(folder: Pat
 def test_a_dry_run_shows_states_and_copies(folder: Path) -> None:
     shown = dry_run(LaunchConfig(str(folder), gpus="1", context=32768, parallel=2))
     assert "333.0 MiB states, read and written per token" in shown
-    assert (
-        "2 requests at most, in turns, since the CUDA kernel cannot run this model with 2 tokens in a pass: it has delta" in shown
-    )
+    assert "2 requests at most, in turns, since no GPU has run passes of several requests with delta nets yet" in shown
 
 
 def test_a_shared_expert_in_16_bit_is_refused_beside_codes(tmp_path: Path) -> None:

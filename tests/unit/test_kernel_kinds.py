@@ -21,6 +21,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.model.layers import DeltaNet, Ffn
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.company_build import company_shape
 from kog_dist.workers.cuda.kernel_header import shape_header
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -168,6 +169,15 @@ def test_words_of_passes_of_several_tokens_are_proved(name: str, num_ranks: int,
     words, count = shape.words.lists["DeltaKept"]
     assert count == (tokens - 1) * shape.delta.num_items
     assert shape.delta.kept_values <= 2 * words < shape.delta.kept_values + 32
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "tokens"), [("Qwen3.5-9B", 1, 2), ("Qwen3.5-4B", 2, 4)])
+def test_words_of_passes_of_several_requests_are_proved(name: str, num_ranks: int, tokens: int) -> None:
+    """Nothing is kept beside states."""
+    spec = read_config(CONFIGS[name]).with_context(4096)
+    shape = company_shape(KernelShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks), tokens)
+    assert word_findings(shape) == ()
+    assert "DeltaKept" not in shape.words.lists
 
 
 MIXTURES = ("Qwen3.5-35B-A3B", "Qwen3-Coder-Next", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B")

@@ -153,7 +153,7 @@ def test_requests_that_share_passes_have_drafts_again_behind_them(kernel: Monoke
     made = SimpleNamespace(shape=SimpleNamespace(tokens=2, num_ctas=5, num_threads=640), kernel=RawLaunches())
     seats = list[Any]()
 
-    def params(of_launch: Any, peers: bytes, given: list[Any]) -> bytes:
+    def params(of_launch: Any, peers: bytes, given: list[Any], nets: bytes) -> bytes:
         seats.extend(given)
         return b"raw"
 

@@ -104,6 +104,9 @@ CASES = {
         STORED["delta nets"], num_ranks=2, options={"tokens": 4}, passes=((0, True), (3, True))
     ),
     "passes of two requests": Case(DENSE, options={"tokens": 2, "company": True}, passes=((0, False), (1, True), (2, True))),
+    "passes of two requests with delta nets on two ranks": Case(
+        STORED["delta nets"], num_ranks=2, options={"tokens": 2, "company": True}, passes=((0, False), (1, True), (2, True))
+    ),
     "passes of four requests with experts on two ranks": Case(
         OF_MODELS_WITH_EXPERTS["qwen3_moe, weights of all"],
         num_ranks=2,

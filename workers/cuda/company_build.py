@@ -13,10 +13,11 @@ from kog_dist.records import dataclass
 from kog_dist.runtime.abi import MAX_STOP_IDS
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.build import build
-from kog_dist.workers.cuda.kernel_abi import COMPANY_PARAMS, DECODE_STATE
+from kog_dist.workers.cuda.kernel_abi import COMPANY_PARAMS, COMPANY_STATES_PARAMS, DECODE_STATE
 from kog_dist.workers.cuda.kernel_boxes import COMPANY_SIZES
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.model_limits import untried_in_company
 from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ def company_shape(shape: KernelShape, tokens: int) -> KernelShape:
 
 
 def obstacle_to_company(shape: KernelShape, tokens: int) -> str:
-    """Why so many requests cannot share a pass, or nothing."""
+    """Why engines do not let so many requests share a pass, or nothing."""
+    if what := untried_in_company(shape.spec):
+        return f"no GPU has run passes of several requests with {what} yet"
     try:
         company_shape(shape, tokens)
     except ConfigError as error:
@@ -74,7 +77,8 @@ class CompanySeat:
     goes on there, and leaves what it came to, in a build with hashes also the hash. `prompt_ptr`: uint32 (max_context) in device
     memory. `ring_ptr`: uint64 (max_context, 2) in pinned host memory: for each token of the answer id and finish, with `tag`.
     `host_ptr`: a `HOST_PAGE` in pinned host memory; the request ends when its `cancelled_tag` is `tag`. `kv_ptr`: a KV cache,
-    `CacheShape.num_bytes` in device memory, that holds all positions in front of the state's.
+    `CacheShape.num_bytes` in device memory, that holds all positions in front of the state's. `nets_ptr`: what its delta nets
+    keep, `DeltaShape.num_bytes` in device memory, behind just these positions; 0 in a model without.
     """
 
     state_ptr: int
@@ -85,6 +89,7 @@ class CompanySeat:
     sampling: SamplingParams  # of which seed and temperature count: what else there is needs processors
     stop_ids: tuple[int, ...]
     tag: int  # not 0
+    nets_ptr: int = 0
 
 
 def company_params(seats: Sequence[CompanySeat | None]) -> bytes:
@@ -92,8 +97,9 @@ def company_params(seats: Sequence[CompanySeat | None]) -> bytes:
     taken = [(number, seat) for number, seat in enumerate(seats) if seat is not None]
     if not taken:
         raise ValueError("a launch with company needs a request in one of its seats")
-    for name in ("state_ptr", "kv_ptr", "ring_ptr"):
-        if len({getattr(seat, name) for _, seat in taken}) < len(taken):
+    for name in ("state_ptr", "kv_ptr", "ring_ptr", "nets_ptr"):
+        pointers = [getattr(seat, name) for _, seat in taken if name != "nets_ptr" or seat.nets_ptr]
+        if len(set(pointers)) < len(pointers):
             raise ValueError(f"two seats have the same {name}: a request has one seat, and memory of its own")
     params = np.zeros((), COMPANY_PARAMS.dtype)
     for number, seat in taken:
@@ -110,6 +116,13 @@ def company_params(seats: Sequence[CompanySeat | None]) -> bytes:
         params["num_stop_ids"][number] = len(seat.stop_ids)
         params["stop_ids"][number * MAX_STOP_IDS :][: len(seat.stop_ids)] = seat.stop_ids
         params["taken"] |= 1 << number
+    return params.tobytes()
+
+
+def company_states_params(seats: Sequence[CompanySeat | None]) -> bytes:
+    """`COMPANY_STATES_PARAMS` of a launch."""
+    params = np.zeros((), COMPANY_STATES_PARAMS.dtype)
+    params["state_ptr"][: len(seats)] = [0 if seat is None else seat.nets_ptr for seat in seats]
     return params.tobytes()
 
 
@@ -132,12 +145,14 @@ class CompanyBuild:
         self.logits = cupy.zeros((tokens, end - first), cupy.float32)  # of each seat, of the last pass that had logits
         self._state = cupy.zeros(DECODE_STATE.size_bytes, cupy.uint8)
 
-    def params(self, of_launch: NDArray[Any], peers: bytes, seats: Sequence[CompanySeat | None]) -> bytes:
+    def params(self, of_launch: NDArray[Any], peers: bytes, seats: Sequence[CompanySeat | None], nets: bytes = b"") -> bytes:
         """The raw parameters of a launch, for whoever queues it: `num_ctas` thread blocks of `num_threads`.
 
         `of_launch`: `DECODE_PARAMS` as another build has them, of which weights, record, host page, limit and `num_steps` count;
-        it is changed. `peers`: `PEERS`. A launch makes at most `num_steps` passes, and ends behind the one in which the last
-        request ends; one whose requests have all ended does nothing. Raises ValueError as `company_params` does.
+        it is changed. `peers`: `PEERS`. `nets`: `DELTA_PARAMS` of a model with delta nets, in which the state does not count.
+
+        A launch makes at most `num_steps` passes, and ends behind the one in which the last request ends; one whose requests have
+        all ended does nothing. Raises ValueError as `company_params` does.
         """
         if len(seats) > self.shape.tokens:
             raise ValueError(f"{len(seats)} seats in passes of {self.shape.tokens} tokens")
@@ -145,7 +160,8 @@ class CompanyBuild:
         of_launch["state_ptr"] = self._state.data.ptr
         for of_one_request in ("kv_ptr", "prompt_ptr", "ring_ptr", "drafts_ptr"):
             of_launch[of_one_request] = 0
-        return of_launch.tobytes() + peers + company_params(seats)
+        of_nets = nets + company_states_params(seats) if nets else b""
+        return of_launch.tobytes() + peers + company_params(seats) + of_nets
 
     def state(self, stream: Any) -> Any:
         """What the last launch left, as a `DECODE_STATE` record: epoch, num_kept (seats that went on in the last pass) and

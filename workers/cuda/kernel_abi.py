@@ -131,6 +131,11 @@ COMPANY_PARAMS = Struct(
         Field("taken", "u32", "a bit for each seat that has a request"),
     ),
 )
+COMPANY_STATES_PARAMS = Struct(
+    "CompanyStatesParams",
+    "What builds with tokens of several requests take behind DeltaParams, whose state_ptr they do not look at.",
+    (Field("state_ptr", "u64", "as in DeltaParams, of each seat's request", count=MAX_SEATS),),
+)
 STREAM_THREADS = 256  # of a thread block of kog_publish_streams
 STREAM_PARAMS = Struct(
     "StreamParams",
@@ -205,7 +210,15 @@ HOST_PAGE = Struct(
     ),
     size_multiple=128,
 )
-_OF_BUILDS = (PROCESSOR_PARAMS, STREAM_PARAMS, DRAFT_PARAMS, FORCED_PARAMS, DELTA_PARAMS, COMPANY_PARAMS)
+_OF_BUILDS = (
+    PROCESSOR_PARAMS,
+    STREAM_PARAMS,
+    DRAFT_PARAMS,
+    FORCED_PARAMS,
+    DELTA_PARAMS,
+    COMPANY_PARAMS,
+    COMPANY_STATES_PARAMS,
+)
 KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, *_OF_BUILDS)
 
 

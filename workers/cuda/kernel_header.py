@@ -150,7 +150,8 @@ def shape_header(shape: KernelShape) -> str:
         lines += ["#define KOG_UNION"] if shape.tokens > 1 else []
     if shape.delta is not None:
         lines += shape.delta.header()
-        lines += ["#define KOG_DELTA_PASSES"] if shape.tokens > 1 else []
+        if shape.tokens > 1:
+            lines.append(f"#define KOG_DELTA_{'COMPANY' if shape.company else 'PASSES'}")
     if shape.awaits_attention:
         lines.append("#define KOG_AWAITS_ATTENTION")
     if shape.whole_windows:

@@ -34,7 +34,8 @@ come in each layer. In passes of several tokens each token has words for each of
 
 A matrix warp hands over its sums only after it had all its words of the product, so the finaliser's event contains its reads.
 Blocks of rows of a product count as one. Where a pass has several tokens, each has words of its own. All are written and read
-in every pass, whether their token counts or not: so a pass is to words what a token is here. Not here: reports of
+in every pass, whether their token counts or not: so a pass is to words what a token is here. (Of a token that stands in for
+another request's nobody reads a net's input.) Not here: reports of
 log-probabilities (the processors' `aside` words), what warps of one thread block hand each other in shared memory (barriers),
 and tags that come again over thousands of steps that are an LM head alone (`Monokernel._choose_epoch`).
 """

@@ -60,6 +60,11 @@ def untried_in_prefill(spec: ModelSpec) -> str:
     return f"{experts.per_token} experts of {experts.num_experts}"
 
 
+def untried_in_company(spec: ModelSpec) -> str:
+    """The same of passes that several requests share; these then take turns."""
+    return "delta nets" if spec.is_recurrent else ""
+
+
 def _not_on_devices(spec: ModelSpec) -> list[str]:
     """What stored layers have that device code has not: it has one kind of attention, of delta nets and of FFNs."""
     if not spec.mixed_layers:

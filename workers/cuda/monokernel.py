@@ -303,11 +303,12 @@ class Monokernel:
             slot.left, slot.has_undrafted = None, slot.has_drafts
             slot.goes_on()
             pointers = slot.state.data.ptr, slot.prompt.data.ptr, slot.ring.ctypes.data, slot.host.ctypes.data
-            seats.append(CompanySeat(*pointers, self._kv_ptr(slot), slot.sampling, slot.stop_ids, slot.tag))
+            own = slot.sampling, slot.stop_ids, slot.tag
+            seats.append(CompanySeat(*pointers, self._kv_ptr(slot), *own, nets_ptr=self._nets_ptr(slot)))
         self._together = build
         params = self._params(num_steps)
         params["stamps_ptr"] = 0 if stamps is None else stamps.data.ptr
-        raw = build.params(params, self._peers, seats)
+        raw = build.params(params, self._peers, seats, self._nets_params())
         build.kernel.launch(build.shape.num_ctas, build.shape.num_threads, raw, self.stream.ptr)
 
     def try_together(self) -> None:
@@ -357,8 +358,7 @@ class Monokernel:
                 raw += slot.processors.forced_params(in_units(builds.costs.mask_wait))
         elif self.shape.tokens > 1:
             raw += bytes(DRAFT_PARAMS.size_bytes)  # tokens are expected, not looked up
-        if self.nets is not None:
-            raw += self._nets_params()
+        raw += self._nets_params()
         kernel.launch(self.shape.num_ctas, self.shape.num_threads, raw, self.stream.ptr)
 
     def measure_drafts(self) -> PassCosts:
@@ -390,6 +390,10 @@ class Monokernel:
     def _kv_ptr(self, slot: DeviceSlot) -> int:
         """The KV cache of the slot's request."""
         return int(self.kv.data.ptr) + slot.cache * self.shape.cache.num_bytes
+
+    def _nets_ptr(self, slot: DeviceSlot) -> int:
+        """What delta nets keep of the slot's request, which goes with its KV cache; 0 in a model without."""
+        return 0 if self.nets is None else int(self.nets.data.ptr) + slot.cache * net_bytes(self.shape)
 
     def _params(self, num_steps: int) -> Any:
         weights, slot = self.weights, self._slot
@@ -430,13 +434,13 @@ class Monokernel:
         return params
 
     def _nets_params(self) -> bytes:
-        """`DELTA_PARAMS` of the slot's request, whose state goes with its KV cache."""
-        params, delta = np.zeros((), DELTA_PARAMS.dtype), self.shape.delta
-        assert delta is not None
-        assert self.nets is not None
+        """`DELTA_PARAMS` of the slot's request, whose state goes with its KV cache; nothing in a model without delta nets."""
+        if self.nets is None:
+            return b""
+        params = np.zeros((), DELTA_PARAMS.dtype)
         for name in ("taps", "factors", "norm"):
             params[f"{name}_ptr"] = getattr(self.weights, f"delta_{name}").data.ptr
-        params["state_ptr"] = int(self.nets.data.ptr) + self._slot.cache * delta.num_bytes
+        params["state_ptr"] = self._nets_ptr(self._slot)
         params["stop_position"] = self._slot.stop_position
         return params.tobytes()
 

@@ -78,7 +78,7 @@ class WordShape:
         if self.delta is not None:
             sizes["DeltaIn"] = (self.delta.rows // 2, lanes * tokens)
             sizes["DeltaSquares"] = (self.delta.heads * self.delta.square_words, copies)
-            if tokens > 1:  # no words, but of a build, too: each thread's own
+            if tokens > 1 and not self.company:  # no words, but of a build, too: each thread's own
                 sizes["DeltaKept"] = (self.delta.kept_values // 2, self.delta.num_items * (tokens - 1))
         return {name: (_lines(words), count) for name, (words, count) in sizes.items()}
 

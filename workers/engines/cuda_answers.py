@@ -62,8 +62,11 @@ class CudaAnswers:
         logprobs = self._logprobs(seq, index) if wants_logprobs else None
         if gpu.control.aborted():
             gpu.leave(f"left request {seq}")
-        if token.finish is Finish.NONE or is_whole:
-            gpu.control.set_progress(gpu.rank, seq, len(request.prompt) + index, one.slot)
+        num_held = len(request.prompt) + index
+        if token.finish is Finish.NONE:
+            gpu.control.set_progress(gpu.rank, seq, num_held, one.slot)
+        elif is_whole:
+            self._holds(one, num_held)
         else:
             self._settle(one, token.finish)
         if gpu.takes_turns and token.finish is Finish.NONE:
@@ -149,13 +152,17 @@ class CudaAnswers:
         ring.put(one.seq, one.index, token.token_id, now_ns, digest, token.finish, logprobs, token.drafted)
 
     def _settle(self, one: CudaRequest, finish: Finish) -> None:
-        """Wait until the kernel has left the request; say how many positions the KV cache holds."""
+        """Wait until the kernel has left the request."""
         gpu, kernel = self._gpu, self._gpu.kernel
         gpu.await_launches(f"left request {one.seq}")
         kernel.finish()
         if finish is Finish.NUMERICAL_FAULT:
             kernel.recover()
-        held = 0 if finish is Finish.NUMERICAL_FAULT else int(kernel.state()["position"])
+        self._holds(one, 0 if finish is Finish.NUMERICAL_FAULT else int(kernel.state()["position"]))
+
+    def _holds(self, one: CudaRequest, held: int) -> None:
+        """Say how many positions the KV cache of a request holds that has ended, behind what is queued; its state is there."""
+        gpu = self._gpu
         self._caches.end(one, held)
         gpu.control.set_progress(gpu.rank, one.seq, held, one.slot)
         if not held:

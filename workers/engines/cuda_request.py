@@ -52,6 +52,11 @@ class CudaRequest:
         return self.launches is not None and not self.request.needs_all_logits and not self.request.logit_digests
 
     @property
+    def num_steps_to_stop(self) -> int | None:
+        """Steps to where the next copy of its state is due; None: no copy is left to make."""
+        return None if self.launches is None else self.launches.num_steps_to_stop
+
+    @property
     def slot(self) -> int:
         """The decode slot."""
         return self.request.decode_slot

@@ -33,7 +33,7 @@ class SharedPasses:
     def run(self, together: Sequence[CudaRequest], running: Sequence[CudaRequest], num_steps: int) -> None:
         """Passes with a token of each of these that goes on, so many in a launch, or more where nobody else runs, until one of
         them ends or another request wants its turn; what they give is handed out as it comes. Where they are too many for a pass
-        they have one in turn.
+        they have one in turn. They also end where a copy of somebody's state is due.
         """
         gpu, kernel, queued = self._gpu, self._gpu.kernel, deque[Any]()
         most = kernel.most_together()
@@ -41,6 +41,8 @@ class SharedPasses:
         num_launches, have_others = 0, len(together) < len(running)
         reads_tokens = not all(one.index for one in together)  # whose prompts go token by token: progress is told behind a launch
         is_long = len(groups) == 1 and not have_others and not reads_tokens
+        stops = [steps for one in together if (steps := one.num_steps_to_stop) is not None]
+        num_left = min(stops, default=gpu.max_context)  # passes; without stops all have ended by then
 
         def is_over() -> bool:
             if have_others or reads_tokens or gpu.num_new > 0 or self._drafting.gain_from_turns(together):
@@ -50,6 +52,8 @@ class SharedPasses:
         def goes_on() -> bool:
             if num_launches < len(groups):
                 return True
+            if not num_left and num_launches % len(groups) == 0:
+                return False
             # All ranks queue as many; what rank 0 ends early ends on all of them.
             return not is_over() if gpu.peers is None else is_long and num_launches < CHUNKS_QUEUED
 
@@ -57,7 +61,10 @@ class SharedPasses:
             while queued and queued[0].done:
                 queued.popleft()
             while len(queued) < CHUNKS_QUEUED and goes_on():  # so the next passes begin without the host
-                kernel.launch_together(groups[num_launches % len(groups)], ANSWER_STEPS if is_long else num_steps)
+                if num_launches % len(groups) == 0:  # the next round
+                    num_steps = min(ANSWER_STEPS if is_long else num_steps, num_left)
+                    num_left -= num_steps
+                kernel.launch_together(groups[num_launches % len(groups)], num_steps)
                 queued.append(kernel.stream.record())
                 num_launches += 1
             if is_long and is_over():
@@ -74,9 +81,17 @@ class SharedPasses:
         kernel.finish()
         gpu.heartbeat.progress()
         for one in together:
-            if one.index == 0:  # its prompt goes token by token
-                kernel.use(one.slot)
-                self._answers.tell_progress(one, min(int(kernel.state()["position"]), len(one.request.prompt) - 1))
+            if one.finish is Finish.NONE and (one.index == 0 or one.num_steps_to_stop is not None):
+                self._went_on(one)
+
+    def _went_on(self, one: CudaRequest) -> None:
+        """Note how far the passes have brought a request; make the copy of its state that is due there."""
+        assert one.launches is not None
+        self._gpu.kernel.use(one.slot)
+        position = int(self._gpu.kernel.state()["position"])
+        one.launches.went_on(position)
+        if one.index == 0:  # its prompt goes token by token
+            self._answers.tell_progress(one, min(position, len(one.request.prompt) - 1))
 
     def _take(self, one: CudaRequest, *, has_ended: bool) -> None:
         """Hand out what shared passes have given of a request. `has_ended`: all that were queued had, before this was called."""

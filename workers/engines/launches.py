@@ -211,6 +211,24 @@ class Launches:
         """Whether all that was queued has ended, as far as `refill` has seen."""
         return not self._queued
 
+    @property
+    def num_steps_to_stop(self) -> int | None:
+        """Steps from what has ended to the next stop; None: there is none."""
+        return self._stops[0] - self._num_steps_ended if self._stops else None
+
+    def went_on(self, position: int) -> None:
+        """Passes that the request has shared have brought it to `position`, no further than its next stop. None of its own
+        launches is under way.
+        """
+        assert not self._queued
+        self._num_steps_ended = self._num_steps_queued = position - self._first_position
+        self._stop_if_due()
+
+    def _stop_if_due(self) -> None:
+        if self._stops and self._num_steps_ended == self._stops[0]:
+            self._stops.popleft()
+            self._at_stop()
+
     def turn(self, num_taken: int, company_steps: int) -> None:
         """A turn begins: queue what it has."""
         self._company_steps = company_steps
@@ -232,9 +250,7 @@ class Launches:
             self._num_steps_ended = int(self._kernel.state()["position"]) - self._first_position
         if ended and self._check is not None:
             self._check()
-        if self._stops and self._num_steps_ended == self._stops[0]:
-            self._stops.popleft()
-            self._at_stop()
+        self._stop_if_due()
         if holds:
             return ended
         if not self._waiting and self._num_more and len(self._queued) < most_queued:

@@ -44,7 +44,7 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
 #ifdef KOG_AWAITS_ATTENTION
     mbar_init(role.base + KOG_OFFSET(attended_full), kAttendWarps);
 #endif
-#ifdef KOG_DELTA_PASSES
+#if defined KOG_DELTA_PASSES || defined KOG_DELTA_COMPANY
     for (int i = 0; i < 2; ++i) mbar_init(role.base + KOG_OFFSET(convolved_full[i]), kAttendWarps);
 #endif
 #ifdef KOG_EXPERTS
@@ -102,6 +102,9 @@ struct KogLaunch {
 #ifdef KOG_DELTA
     KogDeltaParams delta;
 #endif
+#ifdef KOG_DELTA_COMPANY
+    KogCompanyStatesParams states;
+#endif
 };
 
 extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(const __grid_constant__ KogLaunch launch) {
@@ -114,7 +117,11 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
 #ifdef KOG_COMPANY
     const CompanyStart start = start_of(launch.company);
     const Role role{&shared, opaque(shared_address(&shared)), blockIdx.x, 0, start.num_headless,
-                    reinterpret_cast<u64*>(params.trace_ptr) + blockIdx.x * kStampKinds * kTokenVectors, launch.company};
+                    reinterpret_cast<u64*>(params.trace_ptr) + blockIdx.x * kStampKinds * kTokenVectors, launch.company,
+#ifdef KOG_DELTA_COMPANY
+                    launch.states,
+#endif
+    };
     if (threadIdx.x == 0) init_barriers(role), shared.newest_position = start.position;
 #else
     const KogDecodeState* before = reinterpret_cast<const KogDecodeState*>(params.state_ptr);

@@ -7,6 +7,7 @@
 // read, by whom and in which order is the same.
 #pragma once
 #include "attend_parts.cuh"
+#include "delta_company.cuh"
 #include "delta_pass.cuh"
 
 namespace kog {
@@ -137,10 +138,13 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
     DeltaStates states;
     pass.is_none = 0;  // where warps leave before a pass is announced
 #endif
+#ifdef KOG_DELTA_COMPANY
+    u32 num_met = 0;  // how often this thread block's warps have met over items of delta nets
+#endif
     for (u32 turn = 0; begin_pass(role, turn, pass); ++turn) {
         const u32 position = pass.position;
         self.turn = turn;
-#ifdef KOG_COMPANY
+#if defined KOG_COMPANY && !defined KOG_DELTA_COMPANY
         self.sit(pass);
 #endif
 #ifdef KOG_DELTA_PASSES
@@ -163,6 +167,8 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
                 const DeltaRule rule{params, nets, role, warp, self.lane, turn, self.product};
 #ifdef KOG_DELTA_PASSES
                 if (!states.take(rule, at.layer(), lane_idx, position, kTokens, self.tag_in(at.layer()), self.first_vector + self.product + 1)) return;
+#elif defined KOG_DELTA_COMPANY
+                if (!take_items(rule, at.layer(), lane_idx, self.tag_in(at.layer()), self.first_vector + self.product + 1, num_met)) return;
 #else
 #pragma unroll 1
                 for (u32 item = first_delta_item(role, at.layer(), lane_idx); item < kDeltaItems; item += kNumCtas)
@@ -174,6 +180,9 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
             }
 #endif
             const u32 lane_idx = at.lane() + i % kQkvLanes;
+#ifdef KOG_DELTA_COMPANY
+            self.sit(role.shared->passes[turn & 1]);  // here, since a delta net's item leaves no registers to keep it in
+#endif
             if constexpr (kTokens > 1) {
 #pragma unroll 1
                 for (u32 item = first_item(role, at.layer(), lane_idx, 0); item < kItems; item += kNumCtas)

@@ -65,8 +65,8 @@ __device__ __forceinline__ constexpr u32 attention_layer(u32 layer) { return lay
 #endif
 // Whether the tokens of a pass are of different requests.
 #ifdef KOG_COMPANY
-#if defined KOG_DRAFTS || defined KOG_PROCESSORS || defined KOG_HEAD_ONLY || defined KOG_DELTA
-#error "a build with several requests has neither drafts nor processors nor states, and no first step that is an LM head alone"
+#if defined KOG_DRAFTS || defined KOG_PROCESSORS || defined KOG_HEAD_ONLY
+#error "a build with several requests has neither drafts nor processors, and no first step that is an LM head alone"
 #endif
 constexpr bool kCompany = true;
 static_assert(kTokens > 1 && kTokens <= sizeof(KogCompanyParams::state_ptr) / sizeof(u64), "a seat for each token");
@@ -328,7 +328,7 @@ struct Shared {
     alignas(16) float convolved[2][kItemChannels];   // query, key and columns of the value of a delta net's item, items in turn
 #endif
     u64 full[kRingPieces], empty[kRingPieces];
-#ifdef KOG_DELTA_PASSES
+#if defined KOG_DELTA_PASSES || defined KOG_DELTA_COMPANY
     u64 convolved_full[2];
 #endif
     u64 red_full[kSums], red_empty[kSums], squares_full[kSquares], head_squares_full, merge_full[kAttendedHalves * kTokens], pass_full, pass_ended, lane_done[kLanes];
@@ -381,6 +381,9 @@ struct Role {
     u64* trace;  // of this thread block, or null
 #ifdef KOG_COMPANY
     const KogCompanyParams& company;
+#endif
+#ifdef KOG_DELTA_COMPANY
+    const KogCompanyStatesParams& states;
 #endif
 
     __device__ __forceinline__ u32 stopped() const { return base + KOG_OFFSET(note.stopped); }

@@ -4,8 +4,8 @@
 //                 1 / temperature, so many stop ids and these;
 //   launches.txt: for each launch its most passes, which request is cancelled before it (-1: none; -2: others wait), and for each seat which request
 //                 has it (or -1).
-// FOLDER gets ring, state and kv of each request and rank, as NAME.REQUEST.RANK.bin, and the
-// state of passes as passes.RANK.bin. UNREST and LOG as in decode.cpp. Ends with 4 when it takes too long, with 5 when a rank does not end well.
+// FOLDER gets ring, state, kv and nets (what delta nets keep) of each request and rank, as NAME.REQUEST.RANK.bin, and the state of passes as
+// passes.RANK.bin. UNREST and LOG as in decode.cpp. Ends with 4 when it takes too long, with 5 when a rank does not end well.
 #include "decode.cu"
 #include "ranks.h"
 
@@ -16,7 +16,7 @@ struct Request {
     u32 max_tokens = 0, inverse_temperature = 0;
     u64 seed = 0;
     std::vector<u32> stop_ids;
-    std::vector<Memory> state, ring, host, kv;  // of each rank
+    std::vector<Memory> state, ring, host, kv, nets;  // of each rank
 
     KogDecodeState& of_rank(u32 rank) const { return *reinterpret_cast<KogDecodeState*>(state[rank].at); }
 };
@@ -38,7 +38,8 @@ std::vector<Request> requests_of(const std::vector<long>& numbers, size_t kv_byt
         request.stop_ids.assign(numbers.begin() + at + 1, numbers.begin() + at + 1 + numbers[at]), at += 1 + numbers[at];
         for (u32 rank = 0; rank < kRanks; ++rank) {
             request.state.emplace_back(sizeof(KogDecodeState)), request.ring.emplace_back(16 * kMaxContext);
-            request.host.emplace_back(sizeof(KogHostPage)), request.kv.emplace_back(kv_bytes);
+            request.host.emplace_back(sizeof(KogHostPage)), request.kv.emplace_back(kv_bytes), request.nets.emplace_back(kNetBytes);
+            memset(request.nets.back().at, 0xff, kNetBytes);  // before the first token there is no state, whatever lies there
             KogDecodeState& state = request.of_rank(rank);
             state.token = reinterpret_cast<u32*>(request.prompt.at)[first], state.position = first;
             state.num_prompt = num_prompt, state.max_tokens = request.max_tokens;
@@ -90,6 +91,9 @@ int main(int, char** argv) {
                 company.num_stop_ids[seat] = of.stop_ids.size();
                 if (launches[at + 1] != number) reinterpret_cast<KogHostPage*>(of.host[rank].at)->cancelled_tag = told_tag;
                 std::copy(of.stop_ids.begin(), of.stop_ids.end(), company.stop_ids + seat * kIds);
+#ifdef KOG_DELTA_COMPANY
+                packed.states.state_ptr[seat] = of.nets[rank].ptr();
+#endif
             }
 #else
             const long number = launches[at + 2];
@@ -99,6 +103,9 @@ int main(int, char** argv) {
             p.kv_ptr = of.kv[rank].ptr(), p.seed = of.seed, p.inverse_temperature_bits = of.inverse_temperature, p.request_tag = request_tag_of(number);
             p.num_stop_ids = of.stop_ids.size();
             std::copy(of.stop_ids.begin(), of.stop_ids.end(), p.stop_ids);
+#ifdef KOG_DELTA
+            packed.delta.state_ptr = of.nets[rank].ptr();
+#endif
 #endif
             start(packed, rank);
         }
@@ -115,6 +122,7 @@ int main(int, char** argv) {
         for (u32 i = 0; i < requests.size(); ++i) {
             const std::string name = "." + std::to_string(i) + "." + std::to_string(rank);
             write("ring" + name, requests[i].ring[rank]), write("state" + name, requests[i].state[rank]), write("kv" + name, requests[i].kv[rank]);
+            write("nets" + name, requests[i].nets[rank]);
         }
     }
 }
