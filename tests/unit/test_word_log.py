@@ -103,6 +103,9 @@ CASES = {
     "passes of four tokens with delta nets on two ranks": Case(
         STORED["delta nets"], num_ranks=2, options={"tokens": 4}, passes=((0, True), (3, True))
     ),
+    "passes of two tokens with experts beside a shared one": Case(
+        STORED["experts beside a shared one"], options={"tokens": 2}, passes=((0, False), (2, True), (3, True))
+    ),
     "passes of two requests": Case(DENSE, options={"tokens": 2, "company": True}, passes=((0, False), (1, True), (2, True))),
     "passes of four requests with experts on two ranks": Case(
         OF_MODELS_WITH_EXPERTS["qwen3_moe, weights of all"],
@@ -270,7 +273,7 @@ FAULTS = {
     ),
     "all thread blocks read one copy": (
         "four experts of forty", "finalize_experts.cuh",
-        "const u64* words = logit_words() + role.cta % kReplicas * kRouterLogitsStride", "const u64* words = logit_words()",
+        "logit_words() + (role.cta % kReplicas * kTokens + token) * kRouterLogitsStride", "logit_words()",
         "read and not declared: router logit",
     ),
 }  # fmt: skip

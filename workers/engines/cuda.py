@@ -34,7 +34,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import kv_blocks
 from kog_dist.workers.cuda.company_build import company_shape, company_sizes
-from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, drafting_shape, drafts_processors
+from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, drafting_shape_of_engine, drafts_processors
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_words import check_words
 from kog_dist.workers.cuda.processors import ProcessedRequest
@@ -109,7 +109,7 @@ class CudaEngine:
             checkpoint, args.kv_dtype, world_size, whole_windows=args.whole_windows, checks_experts=args.check_experts
         )
         own = shapes[self._rank]
-        of_drafts = [drafting_shape(own)] if args.drafts else []
+        of_drafts = [drafting_shape_of_engine(own)] if args.drafts else []
         self._pass_tokens = of_drafts[0].tokens if of_drafts else 1
         for build in (
             *of_drafts,

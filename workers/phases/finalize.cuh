@@ -473,7 +473,7 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ko
 #ifdef KOG_UNION
             else if (at.phase() == kGateUpPhase) ok = finalizer.gate_up_of_union(at.layer(), tag);
 #elif defined KOG_EXPERTS
-            else if (at.phase() == kGateUpPhase) ok = finalizer.gate_up_of_experts(at.layer(), tag);
+            else if (at.phase() == kGateUpPhase) ok = kTokens == 1 ? finalizer.gate_up_of_experts(at.layer(), tag) : finalizer.gate_up_of_pass(at.layer(), tag);
 #else
             else if (at.phase() == kGateUpPhase) ok = finalizer.gate_up(at.lane(), tag);
 #endif

@@ -47,9 +47,9 @@ struct FinalizedExperts : FinalizedRows {
         }
         return true;
     }
-    // All logits of a layer; what is missing is noted for the watchdog.
-    __device__ __forceinline__ bool collect_logits(u32 layer, u32 tag, float (&logits)[kLogits]) {
-        const u64* words = logit_words() + role.cta % kReplicas * kRouterLogitsStride;
+    // All logits of a layer for a token; what is missing is noted for the watchdog.
+    __device__ __forceinline__ bool collect_logits(u32 layer, u32 token, u32 tag, float (&logits)[kLogits]) {
+        const u64* words = logit_words() + (role.cta % kReplicas * kTokens + token) * kRouterLogitsStride;
         u64 got[kLogits];
 #pragma unroll
         for (int i = 0; i < kLogits; ++i) got[i] = i * 32 + lane < kNumExperts ? load_relaxed(words + i * 32 + lane) : 0;
@@ -99,7 +99,7 @@ struct FinalizedExperts : FinalizedRows {
     }
 #ifdef KOG_CHOICES
     // For hosts that compare choices: the numbers in the order in which they stand, 8 bits each; of the newest KOG_CHOICES positions.
-    __device__ __forceinline__ void keep_choice(u32 layer, u32 token = 0) const {
+    __device__ __forceinline__ void keep_choice(u32 layer, u32 token) const {
         static_assert(kChosen <= 8 && kNumExperts <= 256, "64 bits have room for a choice");
         if (lane != 0 || (kTokens > 1 && pass.position + token >= kMaxContext)) return;
         u64 numbers = 0;
@@ -135,10 +135,10 @@ struct FinalizedExperts : FinalizedRows {
         if constexpr (kApart > 1) merge<kSorted, kApart / 2>(keys);
         else if constexpr (2 * kSorted < kLogits) merge<2 * kSorted, 2 * kSorted>(keys);
     }
-    // The weights of the chosen ones, whose logits stand in their places.
-    __device__ __forceinline__ void weigh_chosen(const float (&logits)[kLogits], float top) const {
+    // The weights of a token's chosen ones, whose logits stand in their places.
+    __device__ __forceinline__ void weigh_chosen(u32 token, const float (&logits)[kLogits], float top) const {
         static_assert(kChosen <= 32, "one of each thread");
-        float& own = role.shared->chosen_weights[0][lane < kChosen ? lane : 0];
+        float& own = role.shared->chosen_weights[token][lane < kChosen ? lane : 0];
         const float term = lane < kChosen ? exp2_approx((own - top) * kLog2e) : 0.0f;
         float sum = term;
         if constexpr (!kChoiceIsNormalised) {
@@ -150,11 +150,11 @@ struct FinalizedExperts : FinalizedRows {
         for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
         if (lane < kChosen) own = term / sum;
     }
-    // The experts with the largest logits, of equal ones those with the smaller number, into shared memory; they stand in the order of
+    // A token's experts with the largest logits, of equal ones those with the smaller number, into shared memory; they stand in the order of
     // their numbers.
-    __device__ __forceinline__ bool choose(u32 layer, u32 tag) {
+    __device__ __forceinline__ bool choose(u32 layer, u32 token, u32 tag) {
         float logits[kLogits];
-        if (!collect_logits(layer, tag, logits)) return false;
+        if (!collect_logits(layer, token, tag, logits)) return false;
         u32 keys[kLogits], falling[kLogits], chosen[kLogits], largest, least, num_chosen = 0;
 #pragma unroll
         for (int i = 0; i < kLogits; ++i) keys[i] = falling[i] = i * 32 + lane < kNumExperts ? rising_key(logits[i]) : 0;
@@ -179,14 +179,14 @@ struct FinalizedExperts : FinalizedRows {
         for (int i = 0; i < kLogits; ++i) {
             place[i] = chosen[i] >> lane & 1 ? before + __popc(chosen[i] & ((1u << lane) - 1)) : kChosen;
             before += __popc(chosen[i]);
-            if (place[i] < kChosen) role.shared->chosen[0][place[i]] = i * 32 + lane;
-            if (!kHasFew && place[i] < kChosen) role.shared->chosen_weights[0][place[i]] = logits[i];
+            if (place[i] < kChosen) role.shared->chosen[token][place[i]] = i * 32 + lane;
+            if (!kHasFew && place[i] < kChosen) role.shared->chosen_weights[token][place[i]] = logits[i];
         }
         // The loader waits for these alone.
         __syncwarp();
-        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(choice_full));
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(choice_full[token]));
         if constexpr (!kHasFew) {
-            weigh_chosen(logits, top);
+            weigh_chosen(token, logits, top);
         } else {
             float terms[kLogits], sum = 0;
 #pragma unroll
@@ -199,11 +199,11 @@ struct FinalizedExperts : FinalizedRows {
             for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
 #pragma unroll
             for (int i = 0; i < kLogits; ++i)
-                if (place[i] < kChosen) role.shared->chosen_weights[0][place[i]] = terms[i] / sum;
+                if (place[i] < kChosen) role.shared->chosen_weights[token][place[i]] = terms[i] / sum;
         }
         __syncwarp();
 #ifdef KOG_CHOICES
-        keep_choice(layer);
+        keep_choice(layer, token);
 #endif
         return true;
     }
@@ -274,7 +274,7 @@ struct FinalizedExperts : FinalizedRows {
     // The router and then GATE_UP. Matrix warps multiply the shared expert's rows in front of the chosen ones'; its weight comes with the logits.
     __device__ __forceinline__ bool gate_up_of_experts(u32 layer, u32 tag) {
         float scale;
-        if (!rms_scale(scale) || !publish_logits(layer, scale, tag) || !choose(layer, tag)) return false;
+        if (!rms_scale(scale) || !publish_logits(layer, scale, tag) || !choose(layer, 0, tag)) return false;
 #ifdef KOG_SHARED_EXPERT
         if (!gate_up_of_shared(layer, scale, tag)) return false;
 #endif

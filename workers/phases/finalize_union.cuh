@@ -1,36 +1,14 @@
 // What the finaliser does with the experts of a pass of several tokens: logits and choice of each, their union, and blocks of rows of GATE_UP
 // for the tokens that have chosen the expert.
 #pragma once
-#include "finalize_experts.cuh"
+#include "finalize_turns.cuh"
 #include "union.cuh"
 
 namespace kog {
 
 #ifdef KOG_UNION
-struct FinalizedUnion : FinalizedExperts {
-    __device__ __forceinline__ bool publish_logits_of_pass(u32 layer, const TokenScales& scales, u32 tag) {
-        const u32 expert = role.cta * RouteOp::kCtaRows + lane;
-        const bool is_mine = lane < RouteOp::kRows && expert < kNumExperts;
-        [[maybe_unused]] float bias = 0;
-        if (kRouterBias && is_mine) bias = WeightFormat::low(reinterpret_cast<const u16*>(params.router_bias_ptr)[layer * kNumExperts + expert]);
-        float sums[kTokens];
-        if (!row_sum(sums, RouteOp::kRows)) return false;
-#pragma unroll 1
-        for (u32 token = 0; token < kTokens; ++token) {
-            float sum = of_token(sums, token) * kRouteFactor * scales.of(token);
-            if constexpr (kRouterBias) sum += bias;
-            if (is_mine)
-#pragma unroll
-                for (u32 copy = 0; copy < kReplicas; ++copy)
-                    store_relaxed(logit_words() + (copy * kTokens + token) * kRouterLogitsStride + expert, make_logit_word(sum, tag));
-        }
-        end_block();
-        return true;
-    }
-
+struct FinalizedUnion : FinalizedTurns {
     // ---- the choices ----
-    // Where a token's logits lie for this thread block.
-    __device__ __forceinline__ const u64* own_logits(u32 token) const { return logit_words() + (role.cta % kReplicas * kTokens + token) * kRouterLogitsStride; }
     template <bool kMissing>
     __device__ __forceinline__ void look_at_logits(u32 token, u32 tag, u64 (&got)[kLogits]) const {
         const u64* words = own_logits(token);
@@ -156,10 +134,7 @@ struct FinalizedUnion : FinalizedExperts {
                 float sum = of_token(sums, token);
                 sum *= scales.of(token);
                 if constexpr (kExpertBias) sum += bias;
-                const float up = __shfl_down_sync(kFullWarp, sum, 1);
-                const float activation = activation_of(sum, up) * weight;
-                publish<GateUpOp::kRows / 2, 2, kLanes == 1 ? 0 : kFfn, GateUpOp::kCtaRows / 2>(
-                    words + token * kActivationStride + slot * (kFfn / 2), kTokens * kActivationStride, first_row / 2, end, activation, tag);
+                publish_activations<GateUpOp, kFfn>(words + token * kActivationStride + slot * (kFfn / 2), first_row, end, sum, weight, tag);
             }
             end_block();
         }
@@ -168,7 +143,7 @@ struct FinalizedUnion : FinalizedExperts {
     }
 };
 #else
-using FinalizedUnion = FinalizedExperts;
+using FinalizedUnion = FinalizedTurns;
 #endif
 
 }  // namespace kog

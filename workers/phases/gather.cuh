@@ -111,7 +111,7 @@ struct Gatherer : DeltaGatherer {
 #endif
                     if (!gather_tokens<AttendedSlice, kOutPhase, false, AttentionX>(at, squares)) return false;
             } else if constexpr (kPhase == kDownPhase) {
-#ifndef KOG_EXPERTS  // else see down_of_union
+#ifndef KOG_EXPERTS  // else see down_of_union, down_of_tokens
                 if (!gather_tokens<FfnSlice, kDownPhase, false, LayerX>(at, squares)) return false;
 #endif
             } else {

@@ -26,7 +26,7 @@ struct ExpertsGatherer : HeadGatherer {
         const u32 slot = slot_of_unit(i), columns = slot < kChosen ? kFfn : kSharedFfn;
         return i * 32 + lane < kWarpUnits && slot < kSlots && unit_of_slot(i) < columns / 4;
     }
-    __device__ __forceinline__ const u64* activations(const Place& at) { return source<kDownPhase>(at).words; }
+    __device__ __forceinline__ const u64* activations(const Place& at, u32 token) { return source<kDownPhase>(at).words + token * kActivationStride; }
     // The place of the first expert of which this warp has no words.
     __device__ __forceinline__ u32 missing_slot(const Place& at, u32 tag) const {
         u32 behind = 1;
@@ -46,17 +46,21 @@ struct ExpertsGatherer : HeadGatherer {
     __device__ __forceinline__ bool has_unit(const Place& at, int i) const {
         return i * 32 + lane < kWarpUnits && unit_of_expert(at, i) < kFfn / 4;
     }
-    __device__ __forceinline__ const u64* activations(const Place& at) { return source<kDownPhase>(at).words + warp / kExpertWarps * (kFfn / 2); }
+    __device__ __forceinline__ const u64* activations(const Place& at, u32 token) {
+        return source<kDownPhase>(at).words + token * kActivationStride + warp / kExpertWarps * (kFfn / 2);
+    }
 #endif
     // `kMissing`: only words that have another tag.
     template <bool kMissing>
-    __device__ __forceinline__ void load_activations(const Place& at) {
+    __device__ __forceinline__ void load_activations(const Place& at, u32 token = 0) {
         const Source from = source<kDownPhase>(at);
-        const u64* words = activations(at);
+        const u64* words = activations(at, token);
 #pragma unroll
         for (int i = 0; i < kWarpLoads; ++i)
             if (has_unit(at, i) && (!kMissing || tag_difference(got[i], from.tag) != 0)) got[i] = load_relaxed_x2(words + 2 * unit_of_expert(at, i));
     }
+    // Read what is there of a token's activations; never waits.
+    __device__ __forceinline__ void read_activations_ahead(const Place& at, u32 token) { load_activations<false>(at, token), loaded = true; }
     __device__ __forceinline__ bool have_activations(const Place& at, u32 tag) {
         u32 wrong = 0;
 #pragma unroll
@@ -64,30 +68,30 @@ struct ExpertsGatherer : HeadGatherer {
             if (has_unit(at, i)) wrong |= tag_difference(got[i], tag);
         return __all_sync(kFullWarp, wrong == 0);
     }
-    // x of DOWN; false: leave.
-    __device__ __forceinline__ bool gather_activations(const Place& at) {
+    // x of DOWN of a token; false: leave.
+    __device__ __forceinline__ bool gather_activations(const Place& at, u32 token = 0) {
         const u32 tag = source<kDownPhase>(at).tag;
         if (!loaded) {
             if (!wait_until_near<kDownPhase>(role, at.lane(), at.index())) return false;
-            load_activations<false>(at);
+            load_activations<false>(at, token);
         }
         for (u32 rounds = 1; !have_activations(at, tag); ++rounds) {
             if (must_leave(role.stopped())) return false;
             if (rounds % 1024 == 0) {
 #ifdef KOG_SLOTS_IN_TURN
-                const u32 slot = missing_slot(at, tag), expert = slot < kChosen ? role.shared->chosen[0][slot] : kNumExperts;
+                const u32 slot = missing_slot(at, tag), expert = slot < kChosen ? role.shared->chosen[token][slot] : kNumExperts;
                 const u32 num_words = (slot < kChosen ? kFfn : kSharedFfn) / 2;
-                const u64* words = activations(at) + slot * (kFfn / 2);
+                const u64* words = activations(at, token) + slot * (kFfn / 2);
 #else
-                const u32 expert = role.shared->chosen[0][warp / kExpertWarps], num_words = kFfn / 2;
-                const u64* words = activations(at);
+                const u32 expert = role.shared->chosen[token][warp / kExpertWarps], num_words = kFfn / 2;
+                const u64* words = activations(at, token);
 #endif
                 note_wait(kDownPhase, at.layer(), WaitNote::lane_and_expert(at.lane(), expert), tag, words, num_words);
             }
-            load_activations<true>(at);
+            load_activations<true>(at, token);
         }
         write_all<LayerX, kWarpLoads, kWarpUnits>([&](int i) { return has_unit(at, i) ? values(got[i]) : make_float4(0, 0, 0, 0); },
-                                      [&](int i) { return i * 32 + lane < kWarpUnits; });
+                                                  [&](int i) { return i * 32 + lane < kWarpUnits; }, token);
         loaded = false;
         __syncwarp();
         return true;
