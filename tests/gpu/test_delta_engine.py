@@ -32,6 +32,7 @@ from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.coordinator import kept_states
+from kog_dist.workers.cuda import draft_builds
 from kog_dist.workers.engines.cuda import CudaEngine
 from tests.unit.asked_together import PATIENCE_S, Asked
 from tests.unit.test_cuda_turns import PARALLEL, Served, compare, drawn
@@ -69,6 +70,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the books of this process."""
     monkeypatch.setattr(kept_states, "STEP", STEP)
+
+
+@pytest.fixture(autouse=True)
+def untried_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds for drafts, also where engines refuse them until these tests have passed."""
+    monkeypatch.setattr(draft_builds, "untried_in_passes", lambda experts: "")
 
 
 def served(folder: Path, parallel: int = 1, *, kept_bytes: int = 1 << 29, prefill: str = "off", quantize: str = "none") -> Served:
