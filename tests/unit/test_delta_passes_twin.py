@@ -11,8 +11,9 @@ import pytest
 
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.pass_drafts import PassDrafts
+from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.formats.weight_format import WeightFormat
-from kog_dist.model.layers import AttentionMixer, DeltaNet
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.ring import Finish
@@ -22,7 +23,7 @@ from tests.unit import test_drafts_twin
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_delta_codes_twin import MIXTURE, CodedNets
 from tests.unit.test_drafts_twin import EDGE, EXTRA
-from tests.unit.test_kinds_twin import NET, SHARED, SMALL, StoredModel, spec_of
+from tests.unit.test_kinds_twin import DENSE, NET, SHARED, SMALL, StoredModel, spec_of
 from tests.unit.test_kinds_twin import SPECS as STORED
 from tests.unit.test_passes_twin import PROMPT, Answer, Twin, drafts_of
 
@@ -105,12 +106,17 @@ def test_so_have_passes_of_quantised_nets(name: str, tmp_path: Path, monkeypatch
             assert found.passes < plain.passes
 
 
-@pytest.mark.parametrize("num_ranks", cases((1, 2), {1}))
+# Of builds that take turns: ranks, and FFNs.
+TURNS = {"one rank": (1, DENSE), "two ranks": (2, DENSE), "two ranks, experts": (2, Experts(80, ExpertsSpec(16, 3), 144))}
+
+
+@pytest.mark.parametrize("name", cases(TURNS, set(TURNS) - {"two ranks"}))
 def test_builds_that_take_turns_go_on_behind_each_others_states(
-    num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launch leaves states behind the request's position, whichever build it is of, and wherever it ends."""
-    spec = spec_of(NET, SMALL, num_lanes=2, max_context=128)
+    num_ranks, ffn = TURNS[name]
+    spec = spec_of(NET, SMALL, ffn=ffn, num_lanes=2, max_context=128)
     model = StoredModel(spec, "bfloat16", monkeypatch)
 
     def twin_of(name: str, *options: dict[str, Any], ranks: int = num_ranks) -> test_drafts_twin.Twin:
