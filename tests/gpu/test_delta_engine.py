@@ -24,7 +24,6 @@ pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
 from kog_dist.bench.engine.session import engine_session
 from kog_dist.bench.fakes.tiny_delta_model import WITH_EXPERTS, write_tiny_delta_model
 from kog_dist.decode.request import DecodeRequest, KvCopyKind
-from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, Tokens
 from kog_dist.runtime.control import ControlPage
@@ -33,6 +32,7 @@ from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.coordinator import kept_states
+from kog_dist.workers.cuda import draft_builds
 from kog_dist.workers.engines.cuda import CudaEngine
 from tests.unit.asked_together import PATIENCE_S, Asked
 from tests.unit.test_cuda_turns import PARALLEL, Served, compare, drawn
@@ -72,16 +72,20 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_states, "STEP", STEP)
 
 
+@pytest.fixture(autouse=True)
+def untried_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds for drafts, also where engines refuse them until these tests have passed."""
+    monkeypatch.setattr(draft_builds, "untried_in_passes", lambda experts: "")
+
+
 def served(
     folder: Path, parallel: int = 1, *, kept_bytes: int = 1 << 29, kept_host_bytes: int = 0, prefill: str = "off",
     quantize: str = "none",
 ) -> Served:  # fmt: skip
-    """With drafts, but for experts beside a shared one, which have none."""
     control = ControlPage.create(1, CONTEXT, vocab_size=VOCAB, parallel=parallel)
     info = RankInfo(0, 1, 0, "delta", control_fd=control.fd, rendezvous_fd=control.fd)
-    drafts = open_checkpoint(folder, verify=False).spec.experts is None
     args = WorkerArgs(
-        info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill=prefill, drafts=drafts, parallel=parallel,
+        info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill=prefill, drafts=True, parallel=parallel,
         num_kv_caches=parallel + 1, kept_bytes=kept_bytes, kept_host_bytes=kept_host_bytes, quantize=quantize,
     )  # fmt: skip
     engine = CudaEngine(args, control)

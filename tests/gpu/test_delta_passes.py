@@ -35,6 +35,10 @@ SHAPES: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "Qwen3.5-27B, INT4": ("Qwen3.5-27B", "INT4", (2, 4)),
     "Qwen3.5-27B, FP8": ("Qwen3.5-27B", "E4M3", (2,)),
     "Qwen3.5-4B, FP8": ("Qwen3.5-4B", "E4M3", (2, 4)),
+    "Qwen3.5-35B-A3B": ("Qwen3.5-35B-A3B", "", (2, 4)),
+    "Qwen3.5-35B-A3B, FP8": ("Qwen3.5-35B-A3B", "E4M3", (2, 4)),
+    "Qwen3.5-35B-A3B, INT4": ("Qwen3.5-35B-A3B", "INT4", (4,)),
+    "Qwen3-Coder-Next, FP8": ("Qwen3-Coder-Next", "E4M3", (4,)),
 }
 NUM_PROMPT, NUM_TOKENS = 61, 96
 SAMPLINGS = {"greedy": SamplingParams(), "seeded": SamplingParams(temperature=0.7, seed=3)}
@@ -133,15 +137,18 @@ def test_builds_that_take_turns_give_the_answer_of_plain_decoding(name: str) -> 
     plain.close()
 
 
-def test_an_engine_says_with_drafts_what_it_says_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ffn", ["dense", "experts"])
+def test_an_engine_says_with_drafts_what_it_says_without(ffn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also behind copies of states, in turns with another request."""
     pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
-    from kog_dist.bench.fakes.tiny_delta_model import write_tiny_delta_model
+    from kog_dist.bench.fakes.tiny_delta_model import WITH_EXPERTS, write_tiny_delta_model
     from kog_dist.workers.coordinator import kept_states
-    from tests.gpu.test_delta_engine import SIZES, STEP, ids, said, served
+    from kog_dist.workers.cuda import draft_builds
+    from tests.gpu.test_delta_engine import EXPERTS, SIZES, STEP, ids, said, served
 
     monkeypatch.setattr(kept_states, "STEP", STEP)
-    write_tiny_delta_model(tmp_path, **SIZES)
+    monkeypatch.setattr(draft_builds, "untried_in_passes", lambda experts: "")
+    write_tiny_delta_model(tmp_path, **SIZES, **(WITH_EXPERTS | EXPERTS if ffn == "experts" else {}))
     prompts = [ids(count, count) * 3 for count in (40, 130, 300)]
     for parallel in (1, 2):
         with closing(served(tmp_path, parallel)) as engine:

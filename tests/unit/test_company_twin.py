@@ -33,7 +33,7 @@ from tests.unit.test_passes_twin import CODED_SPEC, DENSE, NORMED, SETS, WINDOWS
 
 pytestmark = needs_compiler
 NOBODY, OTHERS_WAIT = -1, -2
-FP8_NETS, INT4_NETS = (CODED[name][0] for name in ("FP8, blocks", "INT4"))
+FP8_NETS, INT4_NETS = (CODED[name][1] for name in ("FP8, blocks", "INT4"))
 
 
 @dataclass(frozen=True)

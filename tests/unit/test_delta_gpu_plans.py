@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,9 +134,19 @@ def test_where_four_tokens_have_no_room_passes_have_two(folder: Path) -> None:
     rounded = planned_checkpoint(folder, context=32768, quantize="fp8")
     tokens = {count: draft_builds.drafting_shape(gpu_rank_shape(rounded, 0, count, "bfloat16")).tokens for count in (1, 2)}
     assert tokens == {1: 2, 2: 4}
-    experts = read_config(CONFIGS["Qwen3.5-35B-A3B"]).with_context(4096)
-    with pytest.raises(ConfigError, match=r"speculate lookup cannot be had .* 4 tokens in a pass: it has a shared expert"):
-        draft_builds.drafting_shape(KernelShape(experts, range(experts.num_lanes)))
+
+
+def test_drafts_that_no_gpu_has_run_are_refused_by_name(tmp_path: Path) -> None:
+    """Beside experts that a pass reads in turn. Shapes have them."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3.5-35B-A3B"]))
+    experts = planned_checkpoint(tmp_path, context=4096)
+    shape = KernelShape(experts.spec, range(experts.spec.num_lanes))
+    assert draft_builds.drafting_shape(shape).tokens == 4
+    assert not choice_of(experts, gpus="1", speculate="auto").drafts
+    with pytest.raises(ConfigError, match=r"^speculate lookup cannot be had .* no GPU has run passes .* in turn; leave it out$"):
+        choice_of(experts, gpus="1", speculate="lookup")
+    with pytest.raises(ConfigError, match="experts of several requests in turn"):
+        replace(shape, tokens=4, company=True)
 
 
 def test_gpus_that_are_here_are_used_unasked(model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.pass_drafts import PassDrafts
+from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.formats.weight_format import WeightFormat
-from kog_dist.model.layers import AttentionMixer, DeltaNet
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.ring import Finish
@@ -20,9 +21,10 @@ from kog_dist.workers.cuda.coded_source import is_coded
 from tests.sweeps import cases
 from tests.unit import test_drafts_twin
 from tests.unit.cpu_compiler import needs_compiler
-from tests.unit.test_delta_codes_twin import CodedNets
+from tests.unit.test_delta_codes_twin import MIXTURE, CodedNets
 from tests.unit.test_drafts_twin import EDGE, EXTRA
-from tests.unit.test_kinds_twin import NET, SMALL, StoredModel, spec_of
+from tests.unit.test_kinds_twin import DENSE, NET, SHARED, SMALL, StoredModel, spec_of
+from tests.unit.test_kinds_twin import SPECS as STORED
 from tests.unit.test_passes_twin import PROMPT, Answer, Twin, drafts_of
 
 pytestmark = needs_compiler
@@ -33,14 +35,20 @@ SPECS: dict[str, tuple[int, ModelSpec]] = {
     "small nets on two ranks": (2, spec_of(NET, SMALL, NET)),
     "published heads": (1, spec_of(DeltaNet(4, 8, 128, 128, 4), GATED, max_context=18)),
     "odd shapes": (1, spec_of(DeltaNet(4, 12, 64, 16, 3), AttentionMixer(12, 4, 16), DeltaNet(4, 12, 64, 16, 3))),
+    "experts beside a shared one on two ranks": (2, STORED[SHARED]),
+    "experts beside a shared one": (1, STORED[SHARED]),
+    "ten experts of 512 beside a shared one": (1, STORED["ten experts of 512 beside a shared one"]),
 }
-SWEPT = set(SPECS) - {"small nets on two ranks"}
+SWEPT = set(SPECS) - {"small nets on two ranks", "experts beside a shared one on two ranks"}
 CODED_SPEC = spec_of(NET, SMALL, hidden_size=160, max_context=20)
-# By name: the form of codes, and whether what nets multiply first, and last, has 16 bit beside them.
-CODED: dict[str, tuple[WeightFormat, bool, bool]] = {
-    "FP8, blocks": (WeightFormat("E4M3", 128, 128, "BF16"), False, False),
-    "INT4": (WeightFormat("INT4", 1, 128, "BF16"), False, False),
-    "INT4, plain nets": (WeightFormat("INT4", 1, 128, "BF16"), True, True),
+CODED_EXPERTS = replace(MIXTURE, max_context=20)
+# By name: the model, the form of codes, and whether what nets multiply first, and last, has 16 bit beside them.
+CODED: dict[str, tuple[ModelSpec, WeightFormat, bool, bool]] = {
+    "FP8, blocks": (CODED_SPEC, WeightFormat("E4M3", 128, 128, "BF16"), False, False),
+    "INT4": (CODED_SPEC, WeightFormat("INT4", 1, 128, "BF16"), False, False),
+    "INT4, plain nets": (CODED_SPEC, WeightFormat("INT4", 1, 128, "BF16"), True, True),
+    "FP8, experts": (CODED_EXPERTS, WeightFormat("E4M3", 128, 128, "BF16"), False, False),
+    "INT4, experts": (CODED_EXPERTS, WeightFormat("INT4", 1, 128, "BF16"), False, False),
 }
 WARM = {"INVERSE_TEMPERATURE": str(np.float32(2).view(np.uint32))}
 
@@ -82,14 +90,14 @@ def test_passes_with_states_have_the_bits_of_plain_decoding(name: str, tmp_path:
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", CODED)
 def test_so_have_passes_of_quantised_nets(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    form, plain_inputs, plain_outputs = CODED[name]
+    spec, form, plain_inputs, plain_outputs = CODED[name]
     coding = replace(Coding.of(form), plain_inputs=plain_inputs, plain_outputs=plain_outputs)
-    model = CodedNets(CODED_SPEC, "bfloat16", form, monkeypatch)
-    layouts = tensor_layouts(CODED_SPEC)
+    model = CodedNets(spec, "bfloat16", form, monkeypatch)
+    layouts = tensor_layouts(spec)
     model.values = {tensor: values for tensor, values in model.values.items() if is_coded(layouts, coding, tensor)}
     options = {"coding": coding}
     plain = Twin(model, 1, tmp_path / "1", options).answer([], 40)
-    assert len(plain.tokens) == CODED_SPEC.max_context - len(PROMPT)
+    assert len(plain.tokens) == spec.max_context - len(PROMPT)
     for tokens in (2, 4):
         twin = Twin(model, tokens, tmp_path / str(tokens), options)
         for wrong in ((), (1, 4, 5, 6, 11)):
@@ -98,12 +106,17 @@ def test_so_have_passes_of_quantised_nets(name: str, tmp_path: Path, monkeypatch
             assert found.passes < plain.passes
 
 
-@pytest.mark.parametrize("num_ranks", cases((1, 2), {1}))
+# Of builds that take turns: ranks, and FFNs.
+TURNS = {"one rank": (1, DENSE), "two ranks": (2, DENSE), "two ranks, experts": (2, Experts(80, ExpertsSpec(16, 3), 144))}
+
+
+@pytest.mark.parametrize("name", cases(TURNS, set(TURNS) - {"two ranks"}))
 def test_builds_that_take_turns_go_on_behind_each_others_states(
-    num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launch leaves states behind the request's position, whichever build it is of, and wherever it ends."""
-    spec = spec_of(NET, SMALL, num_lanes=2, max_context=128)
+    num_ranks, ffn = TURNS[name]
+    spec = spec_of(NET, SMALL, ffn=ffn, num_lanes=2, max_context=128)
     model = StoredModel(spec, "bfloat16", monkeypatch)
 
     def twin_of(name: str, *options: dict[str, Any], ranks: int = num_ranks) -> test_drafts_twin.Twin:

@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Model], dict[str, Any], t
     "two of ten": (_of_16_bit("qwen3_moe"), {}, ((2, 4),)),
     "two of ten, other ranks": (_of_16_bit("qwen3_moe"), {}, ((1, 2), (1, 4), (2, 2), (4, 2), (4, 4))),
     "four of forty": (_of_16_bit("qwen3_moe, weights of all"), {}, ((1, 2), (1, 4), (2, 4))),
+    "three of sixteen, in turn": (_of_16_bit("qwen3_moe, three of sixteen"), {}, ((1, 4), (2, 2))),
     "two splits of outputs in a thread": (_of_16_bit("qwen3_moe, two splits of outputs in a thread"), {}, ((1, 2), (1, 4))),
     "windows, sinks and biases": (_of_16_bit("gpt_oss"), {"splits": SPLITS["gpt_oss"]}, ((1, 4), (2, 2))),
     "FP8": (_coded("FP8, blocks"), {"coding": Coding.of(FORMS["FP8, blocks"])}, ((1, 2), (1, 4), (2, 4))),

@@ -157,7 +157,15 @@ def test_shapes_of_published_delta_nets_are_sums_over_their_layers(name: str, nu
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "tokens"), [("Qwen3.5-27B", 2, 4), ("Qwen3.5-9B", 1, 2), ("Qwen3.5-4B", 1, 4), ("Qwen3.5-4B", 4, 4)]
+    ("name", "num_ranks", "tokens"),
+    [
+        ("Qwen3.5-27B", 2, 4),
+        ("Qwen3.5-9B", 1, 2),
+        ("Qwen3.5-4B", 1, 4),
+        ("Qwen3.5-4B", 4, 4),
+        ("Qwen3.5-35B-A3B", 1, 4),
+        ("Qwen3-Coder-Next", 2, 2),
+    ],
 )
 def test_words_of_passes_of_several_tokens_are_proved(name: str, num_ranks: int, tokens: int) -> None:
     """And they have room in shared memory; what items keep of tokens that may not count is no memory of a sequence."""

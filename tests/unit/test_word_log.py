@@ -103,6 +103,9 @@ CASES = {
     "passes of four tokens with delta nets on two ranks": Case(
         STORED["delta nets"], num_ranks=2, options={"tokens": 4}, passes=((0, True), (3, True))
     ),
+    "passes of two tokens with experts beside a shared one": Case(
+        STORED["experts beside a shared one"], options={"tokens": 2}, passes=((0, False), (2, True), (3, True))
+    ),
     "passes of two requests": Case(DENSE, options={"tokens": 2, "company": True}, passes=((0, False), (1, True), (2, True))),
     "passes of two requests with delta nets on two ranks": Case(
         STORED["delta nets"], num_ranks=2, options={"tokens": 2, "company": True}, passes=((0, False), (1, True), (2, True))
@@ -273,7 +276,8 @@ FAULTS = {
     ),
     "all thread blocks read one copy": (
         "four experts of forty", "finalize_experts.cuh",
-        "logit_words(rows) + rows.role.cta % kReplicas * kRouterLogitsStride;", "logit_words(rows);",
+        "logit_words(rows) + (rows.role.cta % kReplicas * kTokens + token) * kRouterLogitsStride;",
+        "logit_words(rows);",
         "read and not declared: router logit",
     ),
 }  # fmt: skip

@@ -134,11 +134,15 @@ class ExpertShape:
         return found
 
     @property
+    def unites(self) -> bool:
+        """Whether a pass of several tokens reads each expert once for all that chose it; else one token's behind another's."""
+        return not self.takes_turns
+
+    @property
     def against_passes(self) -> dict[str, bool]:
         """What passes of several tokens cannot divide, and whether it is so."""
-        limit = f"1, 2, 4 or 8 that divide {self.num_ctas} thread blocks"
-        divides = self.geometry.matrix_warps % self.per_token == 0 and self.shares == 1
-        return {"a shared expert": self.lane_shared > 0, f"{self.per_token} experts for each token ({limit})": not divides}
+        limit = f"with a number that divides {self.num_ctas} thread blocks"
+        return {f"{self.per_token} experts for each token in shares ({limit})": self.unites and self.shares > 1}
 
     @property
     def group_columns(self) -> int:

@@ -147,7 +147,7 @@ def shape_header(shape: KernelShape) -> str:
     if shape.experts is not None:
         lines += shape.experts.header()
         lines += [_op_line("SHARED_GATE_UP", shape.experts.shared_gate_up())] if shape.experts.lane_shared else []
-        lines += ["#define KOG_UNION"] if shape.tokens > 1 else []
+        lines += ["#define KOG_UNION"] if shape.tokens > 1 and shape.experts.unites else []
     if shape.delta is not None:
         lines += shape.delta.header()
         if shape.tokens > 1:

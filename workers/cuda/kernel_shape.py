@@ -386,6 +386,7 @@ def _of_tokens(shape: KernelShape) -> list[str]:
         return []
     spec = shape.spec
     against = {
+        "experts of several requests in turn": shape.company and shape.experts is not None and not shape.experts.unites,
         f"passes of {shape.tokens} tokens (1, 2 or 4)": shape.tokens not in PASS_TOKENS,
         "a stream of each lane": not share_stream(spec),
         **({} if shape.experts is None else shape.experts.against_passes),

@@ -25,7 +25,7 @@ proves with `decode/plan/word_check.py` that this is right for a shape, or refus
 | choice         | sampler (processors)            | all samplers                      | 8 bits     | once or more         |
 
 (*) Of partitions that the context has reached; empty ones of the others once in a token.
-(+) Of experts in passes of several tokens who writes a word follows from the tokens' choices: its owner moves.
+(+) Of the union of a pass's experts who writes a word follows from the tokens' choices: its owner moves.
 
 What is skipped: the head, and so the reading of last streams, for inner tokens of a prompt; layers, where a first step is an LM
 head alone; partitions that the context has not reached, and all but one in windowed layers. Nothing depends on which experts
@@ -239,8 +239,7 @@ class TokenEvents:
         if words is ROUTER_LOGIT:
             return self._of_tokens(words, layer)
         if words is ACTIVATION:
-            moves = self.shape.experts is not None and self.shape.tokens > 1
-            return self._of_tokens(UNITED_ACTIVATION if moves else words, layer, lane)
+            return self._of_tokens(UNITED_ACTIVATION if self.places.activations_move else words, layer, lane)
         if words is DELTA_IN or words is SHARED_ACTIVATION:
             return self._of_tokens(words, layer, lane)
         parts = {Kind.QUERY: (QUERY,), Kind.CACHE: (NEW_ROW,), Kind.GATE: (GATE,)}.get(kind, ())

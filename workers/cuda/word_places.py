@@ -74,10 +74,16 @@ class WordPlaces:
         for place in range(self.shape.spec.hidden_size // 2):
             yield from self._copies("Middle" if is_middle else "Stream", stream, token, place, 2 * place // self._owned_rows)
 
+    @property
+    def activations_move(self) -> bool:
+        """Whether who writes a word of activations follows from the choices of a pass's tokens (phases/union.cuh)."""
+        experts = self.shape.experts
+        return experts is not None and experts.unites and self.shape.tokens > 1
+
     def activations(self, lane: int, token: int = 0) -> Iterator[Word]:
         """What GATE_UP makes for a lane. The k-th chosen expert has thread blocks of its own, whichever expert that is.
 
-        In passes of several tokens it has those that its place in the union of all choices gives it (phases/union.cuh).
+        In the union of several tokens' choices it has those that its place there gives it.
         """
         shape, columns = self.shape, self.shape.spec.lane_ffn
         owned = shape.ops[Phase.GATE_UP].cta_rows // 2
@@ -88,7 +94,7 @@ class WordPlaces:
                 continue
             for k in range(shape.experts.per_token):
                 share = k * shape.experts.ctas + (lane * columns + 2 * place) // owned
-                writer = share // shape.experts.shares if shape.tokens == 1 else SOMEBODY
+                writer = SOMEBODY if self.activations_move else share // shape.experts.shares
                 yield from self._copies("Activation", lane, token, k * (columns // 2) + place, writer)
 
     def shared_activations(self, lane: int, token: int = 0) -> Iterator[Word]:

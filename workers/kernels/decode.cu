@@ -48,7 +48,7 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
     for (int i = 0; i < 2; ++i) mbar_init(role.base + KOG_OFFSET(convolved_full[i]), kAttendWarps);
 #endif
 #ifdef KOG_EXPERTS
-    mbar_init(role.base + KOG_OFFSET(choice_full), 1);
+    for (u32 i = 0; i < kChoices; ++i) mbar_init(role.base + KOG_OFFSET(choice_full[i]), 1);
     for (int i = 0; i < kChosen; ++i) shared.chosen[0][i] = 0;
 #endif
     for (int i = 0; i < 2; ++i) shared.peer_notes[i].waiting = 0;

@@ -37,7 +37,7 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ko
 #ifdef KOG_UNION
             else if (at.phase() == kGateUpPhase) ok = gate_up_of_union(rows, at.layer(), tag);
 #elif defined KOG_EXPERTS
-            else if (at.phase() == kGateUpPhase) ok = gate_up_of_experts(rows, at.layer(), tag);
+            else if (at.phase() == kGateUpPhase) ok = kTokens == 1 ? gate_up_of_experts(rows, at.layer(), tag) : gate_up_of_pass(rows, at.layer(), tag);
 #else
             else if (at.phase() == kGateUpPhase) ok = finalize_gate_up(rows, finalizer.shared_scale, at.lane(), tag);
 #endif

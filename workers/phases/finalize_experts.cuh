@@ -46,9 +46,9 @@ __device__ __forceinline__ bool publish_logits(FinalizedRows& rows, u32 layer, f
     }
     return true;
 }
-// All logits of a layer; what is missing is noted for the watchdog.
-__device__ __forceinline__ bool collect_logits(const FinalizedRows& rows, u32 layer, u32 tag, float (&logits)[kLogits]) {
-    const u64* words = logit_words(rows) + rows.role.cta % kReplicas * kRouterLogitsStride;
+// All logits of a layer for a token; what is missing is noted for the watchdog.
+__device__ __forceinline__ bool collect_logits(const FinalizedRows& rows, u32 layer, u32 token, u32 tag, float (&logits)[kLogits]) {
+    const u64* words = logit_words(rows) + (rows.role.cta % kReplicas * kTokens + token) * kRouterLogitsStride;
     u64 got[kLogits];
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) got[i] = i * 32 + rows.lane < kNumExperts ? load_relaxed(words + i * 32 + rows.lane) : 0;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void choose_among_equal(const FinalizedRows& rows, u3
 }
 #ifdef KOG_CHOICES
 // For hosts that compare choices: the numbers in the order in which they stand, 8 bits each; of the newest KOG_CHOICES positions.
-__device__ __forceinline__ void keep_choice(const FinalizedRows& rows, u32 layer, u32 token = 0) {
+__device__ __forceinline__ void keep_choice(const FinalizedRows& rows, u32 layer, u32 token) {
     static_assert(kChosen <= 8 && kNumExperts <= 256, "64 bits have room for a choice");
     if (rows.lane != 0 || (kTokens > 1 && rows.pass.position + token >= kMaxContext)) return;
     u64 numbers = 0;
@@ -134,10 +134,10 @@ __device__ __forceinline__ void sort_falling(u32 (&keys)[kLogits]) {
         merge_runs<1, 1>(keys);
     }
 }
-// The weights of the chosen ones, whose logits stand in their places.
-__device__ __forceinline__ void weigh_chosen(const FinalizedRows& rows, const float (&logits)[kLogits], float top) {
+// The weights of a token's chosen ones, whose logits stand in their places.
+__device__ __forceinline__ void weigh_chosen(const FinalizedRows& rows, u32 token, const float (&logits)[kLogits], float top) {
     static_assert(kChosen <= 32, "one of each thread");
-    float& own = rows.role.shared->chosen_weights[0][rows.lane < kChosen ? rows.lane : 0];
+    float& own = rows.role.shared->chosen_weights[token][rows.lane < kChosen ? rows.lane : 0];
     const float term = rows.lane < kChosen ? exp2_approx((own - top) * kLog2e) : 0.0f;
     float sum = term;
     if constexpr (!kChoiceIsNormalised) {
@@ -149,11 +149,11 @@ __device__ __forceinline__ void weigh_chosen(const FinalizedRows& rows, const fl
     for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
     if (rows.lane < kChosen) own = term / sum;
 }
-// The experts with the largest logits, of equal ones those with the smaller number, into shared memory; they stand in the order of
+// A token's experts with the largest logits, of equal ones those with the smaller number, into shared memory; they stand in the order of
 // their numbers.
-__device__ __forceinline__ bool choose_experts(FinalizedRows& rows, u32 layer, u32 tag) {
+__device__ __forceinline__ bool choose_experts(FinalizedRows& rows, u32 layer, u32 token, u32 tag) {
     float logits[kLogits];
-    if (!collect_logits(rows, layer, tag, logits)) return false;
+    if (!collect_logits(rows, layer, token, tag, logits)) return false;
     u32 keys[kLogits], falling[kLogits], chosen[kLogits], largest, least, num_chosen = 0;
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) keys[i] = falling[i] = i * 32 + rows.lane < kNumExperts ? rising_key(logits[i]) : 0;
@@ -178,14 +178,14 @@ __device__ __forceinline__ bool choose_experts(FinalizedRows& rows, u32 layer, u
     for (int i = 0; i < kLogits; ++i) {
         place[i] = chosen[i] >> rows.lane & 1 ? before + __popc(chosen[i] & ((1u << rows.lane) - 1)) : kChosen;
         before += __popc(chosen[i]);
-        if (place[i] < kChosen) rows.role.shared->chosen[0][place[i]] = i * 32 + rows.lane;
-        if (!kHasFewLogits && place[i] < kChosen) rows.role.shared->chosen_weights[0][place[i]] = logits[i];
+        if (place[i] < kChosen) rows.role.shared->chosen[token][place[i]] = i * 32 + rows.lane;
+        if (!kHasFewLogits && place[i] < kChosen) rows.role.shared->chosen_weights[token][place[i]] = logits[i];
     }
     // The loader waits for these alone.
     __syncwarp();
-    if (rows.lane == 0) mbar_arrive(rows.role.base + KOG_OFFSET(choice_full));
+    if (rows.lane == 0) mbar_arrive(rows.role.base + KOG_OFFSET(choice_full[token]));
     if constexpr (!kHasFewLogits) {
-        weigh_chosen(rows, logits, top);
+        weigh_chosen(rows, token, logits, top);
     } else {
         float terms[kLogits], sum = 0;
 #pragma unroll
@@ -198,11 +198,11 @@ __device__ __forceinline__ bool choose_experts(FinalizedRows& rows, u32 layer, u
         for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
 #pragma unroll
         for (int i = 0; i < kLogits; ++i)
-            if (place[i] < kChosen) rows.role.shared->chosen_weights[0][place[i]] = terms[i] / sum;
+            if (place[i] < kChosen) rows.role.shared->chosen_weights[token][place[i]] = terms[i] / sum;
     }
     __syncwarp();
 #ifdef KOG_CHOICES
-    keep_choice(rows, layer);
+    keep_choice(rows, layer, token);
 #endif
     return true;
 }
@@ -274,7 +274,7 @@ __device__ __forceinline__ bool gate_up_of_share(FinalizedRows& rows, u32 layer,
 // The router and then GATE_UP. Matrix warps multiply the shared expert's rows in front of the chosen ones'; its weight comes with the logits.
 __device__ __forceinline__ bool gate_up_of_experts(FinalizedRows& rows, u32 layer, u32 tag) {
     float scale;
-    if (!rows.rms_scale(scale) || !publish_logits(rows, layer, scale, tag) || !choose_experts(rows, layer, tag)) return false;
+    if (!rows.rms_scale(scale) || !publish_logits(rows, layer, scale, tag) || !choose_experts(rows, layer, 0, tag)) return false;
 #ifdef KOG_SHARED_EXPERT
     if (!gate_up_of_shared(rows, layer, scale, tag)) return false;
 #endif

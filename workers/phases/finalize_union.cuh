@@ -1,37 +1,13 @@
 // What the finaliser does with the experts of a pass of several tokens: logits and choice of each, their union, and blocks of rows of GATE_UP
 // for the tokens that have chosen the expert.
 #pragma once
-#include "finalize_experts.cuh"
+#include "finalize_turns.cuh"
 #include "union.cuh"
 
 namespace kog {
 
 #ifdef KOG_UNION
-__device__ __forceinline__ bool publish_logits_of_pass(FinalizedRows& rows, u32 layer, const TokenScales& scales, u32 tag) {
-    const u32 expert = rows.role.cta * RouteOp::kCtaRows + rows.lane;
-    const bool is_mine = rows.lane < RouteOp::kRows && expert < kNumExperts;
-    [[maybe_unused]] float bias = 0;
-    if (kRouterBias && is_mine) bias = WeightFormat::low(reinterpret_cast<const u16*>(rows.params.router_bias_ptr)[layer * kNumExperts + expert]);
-    float sums[kTokens];
-    if (!rows.row_sum(sums, RouteOp::kRows)) return false;
-#pragma unroll 1
-    for (u32 token = 0; token < kTokens; ++token) {
-        float sum = of_token(sums, token) * kRouteFactor * scales.of(token);
-        if constexpr (kRouterBias) sum += bias;
-        if (is_mine)
-#pragma unroll
-            for (u32 copy = 0; copy < kReplicas; ++copy)
-                store_relaxed(logit_words(rows) + (copy * kTokens + token) * kRouterLogitsStride + expert, make_logit_word(sum, tag));
-    }
-    rows.end_block();
-    return true;
-}
-
 // ---- the choices ----
-// Where a token's logits lie for this thread block.
-__device__ __forceinline__ const u64* own_logits(const FinalizedRows& rows, u32 token) {
-    return logit_words(rows) + (rows.role.cta % kReplicas * kTokens + token) * kRouterLogitsStride;
-}
 template <bool kMissing>
 __device__ __forceinline__ void look_at_logits(const FinalizedRows& rows, u32 token, u32 tag, u64 (&got)[kLogits]) {
     const u64* words = own_logits(rows, token);
@@ -158,10 +134,7 @@ __device__ __forceinline__ bool gate_up_of_union(FinalizedRows& rows, u32 layer,
             float sum = of_token(sums, token);
             sum *= scales.of(token);
             if constexpr (kExpertBias) sum += bias;
-            const float up = __shfl_down_sync(kFullWarp, sum, 1);
-            const float activation = activation_of(sum, up) * weight;
-            rows.publish<GateUpOp::kRows / 2, 2, kLanes == 1 ? 0 : kFfn, GateUpOp::kCtaRows / 2>(
-                words + token * kActivationStride + slot * (kFfn / 2), kTokens * kActivationStride, first_row / 2, end, activation, tag);
+            publish_activations<GateUpOp, kFfn>(rows, words + token * kActivationStride + slot * (kFfn / 2), first_row, end, sum, weight, tag);
         }
         rows.end_block();
     }

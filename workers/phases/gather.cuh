@@ -110,7 +110,7 @@ __device__ __forceinline__ bool gather_vector(Gatherer& self, const Place& at, f
 #endif
                 if (!self.gather_tokens<AttendedSlice, kOutPhase, false, AttentionX>(at, squares)) return false;
         } else if constexpr (kPhase == kDownPhase) {
-#ifndef KOG_EXPERTS  // else see down_of_union
+#ifndef KOG_EXPERTS  // else see down_of_union, down_of_tokens
             if (!self.gather_tokens<FfnSlice, kDownPhase, false, LayerX>(at, squares)) return false;
 #endif
         } else {

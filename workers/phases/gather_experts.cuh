@@ -27,7 +27,9 @@ __device__ __forceinline__ bool has_unit(const Gatherer& self, const Place&, int
     const u32 slot = slot_of_unit(self, i), columns = slot < kChosen ? kFfn : kSharedFfn;
     return i * 32 + self.lane < kWarpUnits && slot < kSlots && unit_of_slot(self, i) < columns / 4;
 }
-__device__ __forceinline__ const u64* chosen_activations(const Gatherer& self, const Place& at) { return self.source<kDownPhase>(at).words; }
+__device__ __forceinline__ const u64* chosen_activations(const Gatherer& self, const Place& at, u32 token) {
+    return self.source<kDownPhase>(at).words + token * kActivationStride;
+}
 // The place of the first expert of which this warp has no words.
 __device__ __forceinline__ u32 missing_slot(const Gatherer& self, const Place& at, u32 tag) {
     u32 behind = 1;
@@ -47,19 +49,24 @@ __device__ __forceinline__ u32 unit_of_expert(const Gatherer& self, const Place&
 __device__ __forceinline__ bool has_unit(const Gatherer& self, const Place& at, int i) {
     return i * 32 + self.lane < kWarpUnits && unit_of_expert(self, at, i) < kFfn / 4;
 }
-__device__ __forceinline__ const u64* chosen_activations(const Gatherer& self, const Place& at) {
-    return self.source<kDownPhase>(at).words + self.warp / kExpertWarps * (kFfn / 2);
+__device__ __forceinline__ const u64* chosen_activations(const Gatherer& self, const Place& at, u32 token) {
+    return self.source<kDownPhase>(at).words + token * kActivationStride + self.warp / kExpertWarps * (kFfn / 2);
 }
 #endif
 // `kMissing`: only words that have another tag.
 template <bool kMissing>
-__device__ __forceinline__ void load_activations(Gatherer& self, const Place& at) {
+__device__ __forceinline__ void load_activations(Gatherer& self, const Place& at, u32 token = 0) {
     const Source from = self.source<kDownPhase>(at);
-    const u64* words = chosen_activations(self, at);
+    const u64* words = chosen_activations(self, at, token);
 #pragma unroll
     for (int i = 0; i < kWarpLoads; ++i)
         if (has_unit(self, at, i) && (!kMissing || tag_difference(self.got[i], from.tag) != 0))
             self.got[i] = load_relaxed_x2(words + 2 * unit_of_expert(self, at, i));
+}
+// Read what is there of a token's activations; never waits.
+__device__ __forceinline__ void read_activations_ahead(Gatherer& self, const Place& at, u32 token) {
+    load_activations<false>(self, at, token);
+    self.loaded = true;
 }
 __device__ __forceinline__ bool have_activations(const Gatherer& self, const Place& at, u32 tag) {
     u32 wrong = 0;
@@ -68,30 +75,30 @@ __device__ __forceinline__ bool have_activations(const Gatherer& self, const Pla
         if (has_unit(self, at, i)) wrong |= tag_difference(self.got[i], tag);
     return __all_sync(kFullWarp, wrong == 0);
 }
-// x of DOWN; false: leave.
-__device__ __forceinline__ bool gather_activations(Gatherer& self, const Place& at) {
+// x of DOWN of a token; false: leave.
+__device__ __forceinline__ bool gather_activations(Gatherer& self, const Place& at, u32 token = 0) {
     const u32 tag = self.source<kDownPhase>(at).tag;
     if (!self.loaded) {
         if (!wait_until_near<kDownPhase>(self.role, at.lane(), at.index())) return false;
-        load_activations<false>(self, at);
+        load_activations<false>(self, at, token);
     }
     for (u32 rounds = 1; !have_activations(self, at, tag); ++rounds) {
         if (must_leave(self.role.stopped())) return false;
         if (rounds % 1024 == 0) {
 #ifdef KOG_SLOTS_IN_TURN
-            const u32 slot = missing_slot(self, at, tag), expert = slot < kChosen ? self.role.shared->chosen[0][slot] : kNumExperts;
+            const u32 slot = missing_slot(self, at, tag), expert = slot < kChosen ? self.role.shared->chosen[token][slot] : kNumExperts;
             const u32 num_words = (slot < kChosen ? kFfn : kSharedFfn) / 2;
-            const u64* words = chosen_activations(self, at) + slot * (kFfn / 2);
+            const u64* words = chosen_activations(self, at, token) + slot * (kFfn / 2);
 #else
-            const u32 expert = self.role.shared->chosen[0][self.warp / kExpertWarps], num_words = kFfn / 2;
-            const u64* words = chosen_activations(self, at);
+            const u32 expert = self.role.shared->chosen[token][self.warp / kExpertWarps], num_words = kFfn / 2;
+            const u64* words = chosen_activations(self, at, token);
 #endif
             self.note_wait(kDownPhase, at.layer(), WaitNote::lane_and_expert(at.lane(), expert), tag, words, num_words);
         }
-        load_activations<true>(self, at);
+        load_activations<true>(self, at, token);
     }
     self.write_all<LayerX, kWarpLoads, kWarpUnits>([&](int i) { return has_unit(self, at, i) ? values(self.got[i]) : make_float4(0, 0, 0, 0); },
-                                  [&](int i) { return i * 32 + self.lane < kWarpUnits; });
+                                               [&](int i) { return i * 32 + self.lane < kWarpUnits; }, token);
     self.loaded = false;
     __syncwarp();
     return true;

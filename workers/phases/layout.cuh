@@ -197,6 +197,12 @@ __device__ __forceinline__ u32 num_shares(u32 cta) {
     const u32 first = min(cta * kExpertShares, kAllShares);
     return min(kAllShares - first, static_cast<u32>(kExpertShares));
 }
+// Choices that the loader waits for in a layer: of a union one for all tokens of the pass, else one for each.
+#ifdef KOG_UNION
+constexpr u32 kChoices = 1;
+#else
+constexpr u32 kChoices = kTokens;
+#endif
 #else
 constexpr int kChosen = 1;
 #endif
@@ -346,7 +352,7 @@ struct Shared {
     u64 attended_full;                               // the attention warps have done their share of a layer
 #endif
 #ifdef KOG_EXPERTS
-    u64 choice_full;                                 // the next layer's experts are chosen
+    u64 choice_full[kChoices];                       // the next layer's experts are chosen
     u32 chosen[kTokens][kChosen];                   // in ascending order
     float chosen_weights[kTokens][kChosen];
 #ifdef KOG_UNION

@@ -198,22 +198,33 @@ struct Loader {
 #ifdef KOG_SHARED_EXPERT
         if (!issue_uneven(tiles, tiles_of<SharedGateUpOp>())) return false;
 #endif
-        if (kWaitsForChoice && !wait_idle(role.base + KOG_OFFSET(choice_full), choice_parity)) return false;
-        choice_parity ^= 1, num_ahead = 0;
+#pragma unroll 1
+        for (u32 token = 0; token < kReadChoices; ++token) {
+            if (kWaitsForChoice && !wait_idle(role.base + KOG_OFFSET(choice_full[token]), choice_parity)) return false;
+            if (token + 1 == kReadChoices) choice_parity ^= 1;
+            num_ahead = 0;
 #ifdef KOG_UNION
-        return issue_gate_up_of_union(at);
+            if (!issue_gate_up_of_union(at)) return false;
 #else
+            if (!issue_gate_up_of_shares(at, token)) return false;
+#endif
+        }
+        return true;
+    }
+#ifndef KOG_UNION
+    // The shares of a token's chosen experts that this thread block has.
+    __device__ __forceinline__ bool issue_gate_up_of_shares(const Place& at, u32 token) {
         const u32 num = num_shares(role.cta);
 #pragma unroll 1
         for (u32 i = 0; i < num; ++i) {
             const u32 share = role.cta * kExpertShares + i;
-            const unsigned char* own = experts_of(at.layer()) + u64{load_shared_u32(role.base + KOG_OFFSET(chosen) + share / kExpertCtas * 4)} * kExpertBytes;
+            const unsigned char* own = experts_of(at.layer()) + u64{chosen_at(token, share / kExpertCtas)} * kExpertBytes;
             if (!issue_uneven(own, tiles_of<GateUpOp>(), share % kExpertCtas, kExpertCtas)) return false;
         }
-        read_choice();
+        read_choice(token);
         return true;
-#endif
     }
+#endif
     // Between QKV and the choice the ring is full, or nothing is known that could be copied: L2 is asked for the next layer's QKV (or what a delta
     // net has in its place), which stands behind OUT, the router and a shared expert, or for the LM head. Each thread block asks for a share of what all need, piece by piece in time, so
     // that words do not queue behind them; far into a context when attention has read its rows. Experts' copies leave L2 first.
@@ -228,9 +239,12 @@ struct Loader {
     }
     // Where the experts of a layer begin.
     __device__ __forceinline__ const unsigned char* experts_of(u32 layer) const { return experts + u64{layer * kNumExperts} * kExpertBytes; }
-    __device__ __forceinline__ void read_choice() {
+    __device__ __forceinline__ u32 chosen_at(u32 token, u32 place) const {
+        return load_shared_u32(role.base + KOG_OFFSET(chosen) + (token * kChosen + place) * 4);
+    }
+    __device__ __forceinline__ void read_choice(u32 token) {
 #pragma unroll
-        for (u32 k = 0; k < kChosen; ++k) chosen[k] = load_shared_u32(role.base + KOG_OFFSET(chosen) + k * 4);
+        for (u32 k = 0; k < kChosen; ++k) chosen[k] = chosen_at(token, k);
     }
 #ifdef KOG_SLOTS_IN_TURN
     // Columns of DOWN come one expert behind the other, so a tile has all that some experts have in this thread block, in one piece each, and
@@ -243,22 +257,26 @@ struct Loader {
         for (u32 block = 0; block < DownOp::kBlocks; ++block, first += kNumCtas * kSlotParts * kPartBytes) {
             [[maybe_unused]] const unsigned char* const shared_parts = tiles + role.cta * (kSharedParts * kPartBytes);
             tiles += kNumCtas * kSharedParts * kPartBytes;
+#pragma unroll 1
+            for (u32 token = 0; token < kReadChoices; ++token) {  // what several have chosen is read again, as the shared expert's is
+                if constexpr (kReadChoices > 1) read_choice(token);
 #pragma unroll
-            for (u32 tile = 0; tile < DownOp::kTiles; ++tile) {
-                const u32 begin = tile * kMatrixWarps, end = min(begin + kMatrixWarps, kParts), bytes = (end - begin) * kPartBytes;
-                if (!make_room(bytes)) return false;
-                mbar_arrive_expect(full, bytes);
-                if (num_under_way == most && !wait_for_landing()) return false;
+                for (u32 tile = 0; tile < DownOp::kTiles; ++tile) {
+                    const u32 begin = tile * kMatrixWarps, end = min(begin + kMatrixWarps, kParts), bytes = (end - begin) * kPartBytes;
+                    if (!make_room(bytes)) return false;
+                    mbar_arrive_expect(full, bytes);
+                    if (num_under_way == most && !wait_for_landing()) return false;
 #pragma unroll
-                for (u32 part = begin; part < end; ++part) {
-                    const u32 slot_idx = min(part / kSlotParts, static_cast<u32>(kChosen)), of_slot = part - slot_idx * kSlotParts;
-                    if (part > begin && of_slot > 0) continue;  // came with the one before
-                    const u32 num_parts = min((slot_idx < kChosen ? kSlotParts : kSharedParts) - of_slot, end - part);
-                    const unsigned char* from = slot_idx < kChosen ? first + u64{chosen[slot_idx % kChosen]} * static_cast<u32>(kExpertBytes) : shared_parts;
-                    bulk_load(slot + (part - begin) * kPartBytes, from + of_slot * kPartBytes, num_parts * kPartBytes, full, policy);
+                    for (u32 part = begin; part < end; ++part) {
+                        const u32 slot_idx = min(part / kSlotParts, static_cast<u32>(kChosen)), of_slot = part - slot_idx * kSlotParts;
+                        if (part > begin && of_slot > 0) continue;  // came with the one before
+                        const u32 num_parts = min((slot_idx < kChosen ? kSlotParts : kSharedParts) - of_slot, end - part);
+                        const unsigned char* from = slot_idx < kChosen ? first + u64{chosen[slot_idx % kChosen]} * static_cast<u32>(kExpertBytes) : shared_parts;
+                        bulk_load(slot + (part - begin) * kPartBytes, from + of_slot * kPartBytes, num_parts * kPartBytes, full, policy);
+                    }
+                    full += 8, ++num_under_way, slot += bytes;
+                    if (full == first_full + kEmptyOffset) full = first_full, parity ^= 1;
                 }
-                full += 8, ++num_under_way, slot += bytes;
-                if (full == first_full + kEmptyOffset) full = first_full, parity ^= 1;
             }
         }
         return true;
@@ -325,10 +343,12 @@ struct Loader {
         return true;
     }
 #endif
-#ifdef KOG_STREAM
+#ifdef KOG_STREAM  // reads as for one token
     static constexpr bool kWaitsForChoice = false;
+    static constexpr u32 kReadChoices = 1;
 #else
     static constexpr bool kWaitsForChoice = true;
+    static constexpr u32 kReadChoices = kChoices;
 #endif
 #endif
     // Copies still under way write into shared memory: a thread block must not end before they have landed.

@@ -262,9 +262,9 @@ struct Multiplier {
         return true;
     }
 #ifdef KOG_EXPERTS
-    // GATE_UP of the chosen experts: the shares that this thread block has.
+    // GATE_UP of each token's chosen experts: the shares that this thread block has.
     __device__ __forceinline__ bool gate_up_of_shares(u32 x_address) {
-        const u32 num = num_shares(role.cta);
+        const u32 num = kTokens * num_shares(role.cta);
 #pragma unroll 1
         for (u32 i = 0; i < num; ++i)
             if (!blocks<GateUpOp, false>(x_address)) return false;
@@ -338,11 +338,49 @@ private:
         const u32 token = lane % kTokens, slot = slot_of(slots, token);
         const u32 as_warp = slot * kExpertWarps + warp % kExpertWarps;  // of a single token
         const bool is_mine = (lane & 3) < kTokens && slot != kNoSlot;
-        const u32 at = role.base + KOG_OFFSET(red[sum_place][token][is_mine ? as_warp : 0]) + (lane & ~3u);
+        store_sums(sums, role.base + KOG_OFFSET(red[sum_place][token][is_mine ? as_warp : 0]), is_mine);
+    }
+#elif defined KOG_EXPERTS
+    // DOWN of the experts of a pass of several tokens: those of one token after another's, with the tiles, warps and sums of a token alone. What
+    // other tokens' columns of B are by then goes to sums that nobody takes.
+    template <class O = DownOp>
+    __device__ __forceinline__ bool down_of_tokens(Gatherer& gatherer, const Place& at, const Place& next, u32 turn, u32 number) {
+        static_assert(!kHasLast<O>, "blocks of as many rows");
+        if (warp == 0 && lane == 0) store_shared(role.base + KOG_OFFSET(note.num_waits), num_vectors + 1);
+#pragma unroll 1
+        for (u32 block = 0; block < O::kBlocks; ++block) {
+            const u32 sum_place = num_blocks % kSums;
+            if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[sum_place]), (num_blocks / kSums & 1) ^ 1)) return false;
+#pragma unroll 1
+            for (u32 token = 0; token < kTokens; ++token) {
+                if (block == 0) {
+                    if (!gather_activations(gatherer, at, token)) return false;
+                    if (warp == 0 && token == 0) stamp(role, kFetched, turn, number);
+                    if (token + 1 < kTokens) read_activations_ahead(gatherer, at, token + 1);
+                    else read_vector_ahead(gatherer, next);
+                }
+                SumsOf<O> sums = {};
+                if (!sum_tiles<O>(opaque(warp % kPieceWarps * O::kWarpBytes), first_x<O>(role, warp, opaque(lane)), sums)) return false;
+                if constexpr (O::kIntegers) sums.weigh(lane, first_x<O>(role, warp, opaque(lane)));
+                store_sums(sums, role.base + KOG_OFFSET(red[sum_place][token][warp]), (lane & 3) == token);
+            }
+            if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_full[sum_place]));
+            ++num_blocks;
+        }
+        ++num_vectors;
+        return true;
+    }
+
+private:
+#endif
+#ifdef KOG_EXPERTS
+    // Partial sums of DOWN of this thread's token, where they are wanted, to `at`.
+    template <class S>
+    __device__ __forceinline__ void store_sums(const S& sums, u32 at, bool are_wanted) {
 #pragma unroll
         for (u32 group = 0; group < DownOp::kRowGroups; ++group) {
             const float sum = sums.row_sum(lane, group);
-            if (is_mine && group * 8 + (lane >> 2) < DownOp::kRows) store_shared(at + group * 32, sum);
+            if (are_wanted && group * 8 + (lane >> 2) < DownOp::kRows) store_shared(at + (lane & ~3u) + group * 32, sum);
         }
         __syncwarp();
     }
@@ -357,6 +395,8 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
     const u32 warp = multiplier.warp, lane = gatherer.lane;
 #ifdef KOG_UNION
     if constexpr (kPhase == kDownPhase) return multiplier.down_of_union(gatherer, at, next, turn, number);
+#elif defined KOG_EXPERTS
+    if constexpr (kPhase == kDownPhase && kTokens > 1) return multiplier.down_of_tokens(gatherer, at, next, turn, number);
 #endif
     constexpr u32 kTogether = kPhase == kHeadPhase ? 1 : products_of_gather(kPhase, kHasNet);
     float squares[kTokens] = {};
@@ -395,7 +435,7 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
     if constexpr (kPhase == kGateUpPhase)
         return multiplier.gate_up_of_union((turn * kLayers + at.layer()) & 1, first_x<O>(role, warp, opaque(lane)));
 #elif defined KOG_EXPERTS
-    if constexpr (kPhase == kGateUpPhase && !kHasOneShare) return multiplier.gate_up_of_shares(first_x<O>(role, warp, opaque(lane)));
+    if constexpr (kPhase == kGateUpPhase && !(kHasOneShare && kTokens == 1)) return multiplier.gate_up_of_shares(first_x<O>(role, warp, opaque(lane)));
 #endif
     return multiplier.template blocks<O>(first_x<O>(role, warp, opaque(lane)) + (kTogether - 1) * kApart);
 }

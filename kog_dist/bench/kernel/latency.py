@@ -107,7 +107,8 @@ def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int, figures
         times_us = token_times_us(kernel, context, tokens, requests=requests)
         of_pass: dict[str, float] = {}
         if shape.experts is not None and shape.tokens > 1:
-            num_experts = experts_of_pass(kernel, context)
+            each = shape.tokens * shape.experts.per_token
+            num_experts = experts_of_pass(kernel, context) if shape.experts.unites else each
             tape_bytes, of_pass = shape.tape.pass_bytes(num_experts), {"experts_per_layer": round(num_experts, 2)}
         median, kv_bytes = percentile(times_us, 0.5), requests * kv_bytes_read(shape, context)
         state_bytes = 0 if shape.delta is None else 2 * requests * shape.delta.num_bytes  # read and written
