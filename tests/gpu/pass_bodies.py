@@ -155,7 +155,7 @@ def engine(context: RankContext) -> dict[str, Any]:
         )  # fmt: skip
         made, seq = CudaEngine(args, control), 0
         made.startup()
-        kernel: Any = made._kernel
+        kernel: Any = made._gpu.kernel
         found["costs"] = [kernel._draft_builds.costs.extra, kernel._draft_builds.costs.edge]
 
         def ask(**options: Any) -> list[Any]:

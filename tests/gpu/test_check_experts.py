@@ -83,7 +83,7 @@ if '"rank": 1,' in " ".join(sys.orig_argv):
         startup(engine)
         import cupy
 
-        engine._kernel.weights.experts.router_bias[{LAYER}, :4] = 0x4700  # 32,768 in bfloat16
+        engine._gpu.kernel.weights.experts.router_bias[{LAYER}, :4] = 0x4700  # 32,768 in bfloat16
         cupy.cuda.Device().synchronize()
 
     CudaEngine.startup = planted

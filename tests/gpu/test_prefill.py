@@ -31,7 +31,8 @@ from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.cuda.random_weights import random_tensor, random_weights
-from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
+from kog_dist.workers.engines.cuda import CudaEngine
+from kog_dist.workers.engines.cuda_prompts import MIN_PREFILL_TOKENS
 from kog_dist.workers.prefill.base.chunks import CHUNK_SIZES, EXACT_SIZE
 from kog_dist.workers.prefill.base.matrices import Matrices
 from kog_dist.workers.prefill.dense.layers import DenseLayers
@@ -481,7 +482,7 @@ def test_engine_with_prefill(tmp_path: Path) -> None:
     for number in range(2):  # a process may open an engine again: nothing that is kept may belong to the one before
         engine = CudaEngine(WorkerArgs(info, str(tmp_path), "cuda:0", "bfloat16", False, 60.0, 10.0, prefill="on"), control)
         engine.startup()
-        assert isinstance(engine._prefill, Prefill)
+        assert isinstance(engine._gpu.prefill, Prefill)
         seq = 10 * number
         first = first or digests(engine, seq + 1)
         assert len(set(first)) == 8

@@ -255,7 +255,7 @@ def kernel() -> ScriptedKernel:
 def engine(control: ControlPage, kernel: ScriptedKernel) -> CudaEngine:
     info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
     engine = CudaEngine(WorkerArgs(info, "model", "cuda:0", "bfloat16", True, 10.0, 10.0), control)
-    engine._kernel, engine._max_context = kernel, MAX_CONTEXT
+    engine._gpu.loaded, engine._gpu.max_context = kernel, MAX_CONTEXT
     return engine
 
 
@@ -348,7 +348,7 @@ def test_a_fault_is_no_token_and_the_kernel_forgets_its_state(
 @pytest.fixture
 def drafting(engine: CudaEngine, kernel: ScriptedKernel) -> CudaEngine:
     """The engine with drafts, and a kernel that repeats itself."""
-    engine._args, kernel.period, kernel.costs = replace(engine._args, drafts=True), 9, kernel.measured
+    engine._gpu.args, kernel.period, kernel.costs = replace(engine._gpu.args, drafts=True), 9, kernel.measured
     return engine
 
 
@@ -431,7 +431,7 @@ def test_requests_with_processors_have_drafts_on_one_rank(
     spec = named_spec("llama-3.2-1b@600")
     shapes = [KernelShape(spec, spec.lanes_of_rank(0, num), num_ranks=num) for num in (1, 2)]
     assert [drafts_processors(shape) for shape in shapes] == [True, False]
-    drafting._drafts_processors = True
+    drafting._drafting.with_processors = True
     drafting.run(1, request(max_tokens=5, drafts=True, sampling=sampling))
     assert kernel.drafts is not None
     assert kernel.processed is not None
@@ -481,7 +481,7 @@ def test_a_cancelled_request_says_how_far_it_came(control: ControlPage, kernel: 
 # ---- choices of experts ----
 @pytest.fixture
 def checked(engine: CudaEngine) -> CudaEngine:
-    engine._choices = ChoiceCheck(0, 2, lambda own: [own])
+    engine._gpu.choices = ChoiceCheck(0, 2, lambda own: [own])
     return engine
 
 
@@ -639,10 +639,10 @@ def test_the_gpu_is_roused_before_a_request_while_the_rank_beats(
     kernel: ScriptedKernel, engine: CudaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beating: list[bool] = []
-    monkeypatch.setattr(kernel, "rouse", lambda: beating.append(engine._heartbeat._is_entered))
+    monkeypatch.setattr(kernel, "rouse", lambda: beating.append(engine._gpu.heartbeat._is_entered))
     engine.rouse()
     assert beating == [True], "the driver may take long, and the launcher must not take that for a hang"
-    assert not engine._heartbeat._is_entered
+    assert not engine._gpu.heartbeat._is_entered
 
 
 def test_device_names() -> None:

@@ -236,7 +236,7 @@ class Ranks:
     def close(self) -> None:
         self.on_all(lambda engine: engine.close())
         for engine in self.engines:
-            engine._control.close()
+            engine._gpu.control.close()
         self.meeting.close()
         self.page.close()
 
@@ -443,7 +443,7 @@ def test_all_kernels_take_what_prefill_gives_up(ranks: Ranks, gives_up: bool) ->
     """What was queued behind prefill does nothing; then all begin a second time, and their launches meet again."""
     ranks.start()
     for rank, engine in enumerate(ranks.engines):
-        engine._prefill = prefill = ScriptedPrefill()
+        engine._gpu.prefill = prefill = ScriptedPrefill()
         prefill.gives_up = ranks.kernels[rank].has_invalid_streams = gives_up
     for seq in (1, 2):
         entries = ranks.answer(seq, request(num_prompt=100, max_tokens=5))
@@ -490,7 +490,8 @@ def test_ranks_with_drafts_run_the_same_builds_by_rank_0s_costs(drafting: Ranks)
 
 @pytest.mark.parametrize("drafting", [2], indirect=True)
 def test_ranks_that_do_not_all_draft_do_not_begin(drafting: Ranks) -> None:
-    drafting.engines[1]._args = replace(drafting.engines[1]._args, drafts=False)
+    other = drafting.engines[1]._gpu
+    other.args = replace(other.args, drafts=False)
     errors = drafting.on_all(lambda engine: engine.startup())
     assert any("the ranks do not agree on the use of drafts" in str(error) for error in errors), errors
 
@@ -547,15 +548,15 @@ def test_a_rank_does_not_wait_for_ever_for_the_choices_of_another(
     """Its peer ran the step, but its host does not come: the launcher says so, or else the time of a step ends it."""
     checked.start()
     waits, first = threading.Event(), checked.engines[0]
-    assert first._choices is not None
-    gather = first._choices._gather
+    assert first._gpu.choices is not None
+    gather = first._gpu.choices._gather
 
     def gathered(own: bytes) -> list[bytes]:
         waits.set()
         return gather(own)
 
-    monkeypatch.setattr(first._choices, "_gather", gathered)
-    monkeypatch.setattr(first._peers, "_args", replace(first._args, step_timeout_s=JOIN_S if is_told else 0.2))
+    monkeypatch.setattr(first._gpu.choices, "_gather", gathered)
+    monkeypatch.setattr(first._gpu.peers, "_args", replace(first._gpu.args, step_timeout_s=JOIN_S if is_told else 0.2))
 
     def run(engine: CudaEngine) -> Finish:
         if engine is first:

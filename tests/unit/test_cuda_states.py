@@ -58,31 +58,64 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[KvCopyKind]:
 
 
 def num_missed(engine: Turns) -> int:
-    states = engine.engine._states
+    states = engine.engine._caches.states
     assert states is not None
     return states.num_missed
 
 
 @pytest.mark.parametrize(
-    ("kept_bytes", "prefill"), [(1 << 19, False), (1 << 22, False), (0, False), (1 << 19, True), (1 << 22, True)]
+    ("kept_bytes", "host_bytes", "prefill"),
+    [
+        (1 << 19, 0, False),
+        (1 << 19, 1 << 22, False),
+        (1 << 22, 0, False),
+        (0, 0, False),
+        (1 << 19, 1 << 22, True),
+        (1 << 22, 0, True),
+    ],
 )
 def test_every_answer_is_that_of_the_request_alone(
-    kept_bytes: int, prefill: bool, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
+    kept_bytes: int, host_bytes: int, prefill: bool, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is kept, and whoever runs beside it: with few copies of states, with many, and with none. Prefill rounds otherwise
+    """Whatever is kept, and whoever runs beside it: with few copies of states, with many, and with none; where they have room on
+    the host more are found. Prefill rounds otherwise
     than the kernel, and where chunks are not divided between its blocks.
     """
     chance = random.Random(5)
     asked = drawn(chance, 24)
-    with turns(NETS, PARALLEL, monkeypatch, prefill=prefill, kept_bytes=kept_bytes, rounds=True) as engine:
+    options: dict[str, Any] = {"prefill": prefill, "kept_bytes": kept_bytes, "kept_host_bytes": host_bytes, "rounds": True}
+    with turns(NETS, PARALLEL, monkeypatch, **options) as engine:
         engine.run(asked, chance)
         assert num_missed(engine) == 0
         assert engine.gpu.num_shared == 0, "they take turns"
         assert (made[KINDS.SAVE_STATE] > 20) is bool(kept_bytes)
-        assert kept_bytes < 1 << 22 or made[KINDS.LOAD_STATE] > 2
+        assert max(kept_bytes, host_bytes) < 1 << 22 or made[KINDS.LOAD_STATE] > 2
+        assert (made[KINDS.MOVE_STATE] > 5) is bool(host_bytes)
     with turns(NETS, 1, monkeypatch, prefill=prefill, kept_bytes=0, rounds=True) as engine:
         compare(engine, asked, reuse_kv=False)
     assert {one.entries[-1].finish for one in asked} >= {Finish.LENGTH, Finish.CANCELLED}
+
+
+def test_a_conversation_that_others_have_driven_out_comes_back_from_the_host(
+    made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read anew behind its last copy, in whatever memory that is; without room on the host it is read anew as a whole."""
+    prompts = [[*range(first, 100), *range(first)] for first in range(40)]
+    num_cached = []
+    for host_bytes in (0, 1 << 24):
+        with turns(NETS, 1, monkeypatch, prefill=False, kept_bytes=1 << 20, kept_host_bytes=host_bytes) as engine:
+            first = Asked(DecodeRequest(prompts[0], 40))
+            for one in (first, *(Asked(DecodeRequest(prompt, 2)) for prompt in prompts[1:])):
+                engine.run([one], random.Random(1))
+            later = Asked(DecodeRequest([*prompts[0], *(entry.token_id for entry in first.entries), 5], 20))
+            before = engine.gpu.num_passes
+            engine.run([later], random.Random(1))
+            num_cached.append(len(later.request.prompt) + 19 - (engine.gpu.num_passes - before))
+            assert num_missed(engine) == 0
+            assert (made[KINDS.MOVE_STATE] > 30) is bool(host_bytes)
+    assert num_cached == [0, 139], "the last token of its answer was not in the cache"
+    with turns(NETS, 1, monkeypatch, prefill=False, kept_bytes=0) as engine:
+        compare(engine, [later], reuse_kv=False)
 
 
 @pytest.mark.parametrize("prefill", [False, True])
@@ -110,7 +143,7 @@ def test_launches_with_drafts_end_where_copies_are_made(
 
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_a_conversation_reads_what_is_new(
+def test_a_conversation_reads_reads_what_is_new(
     parallel: int, prefill: bool, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each turn begins behind the end of the last one, or behind the last whole step in front of where it was left. Of a prompt
@@ -182,7 +215,7 @@ def test_a_fault_leaves_nothing_that_anybody_goes_on_behind(
     prompt = list(range(70))
     with turns(NETS, parallel, monkeypatch, prefill=False) as engine:
         asked = [Asked(DecodeRequest(prompt, 60)), Asked(DecodeRequest([9, 8], 200))][:parallel]
-        kernel, gpu = engine.engine._loaded, engine.gpu
+        kernel, gpu = engine.engine._gpu.kernel, engine.gpu
         recover = kernel.recover
 
         def recovered() -> None:
@@ -216,11 +249,11 @@ def test_a_request_goes_on_behind_the_state_of_another_cache_or_begins_anew(monk
         save = KvCopy(KINDS.SAVE_STATE, 7, num_cached)
 
         def taken(source: int, num_cached: int, *copies: KvCopy, seq: int = 7) -> tuple[int, int]:
-            one = engine.engine._taken(seq, request.at(KvUse(cache, source, num_cached, copies), 0))
+            one = engine.engine._requests._taken(seq, request.at(KvUse(cache, source, num_cached, copies), 0))
             return one.held, len(one.saves)
 
         assert taken(source, num_cached, save) == (num_cached, 0), "it is made at once"
-        gpu, kernel = engine.gpu, cast(Any, engine.engine._kernel)
+        gpu, kernel = engine.gpu, cast(Any, engine.engine._gpu.kernel)
         gpu.stream.synchronize()
         num_bytes = kv_blocks.net_bytes(gpu.shape)
         nets_ptr = kernel.nets.data.ptr
@@ -233,7 +266,7 @@ def test_a_request_goes_on_behind_the_state_of_another_cache_or_begins_anew(monk
         assert taken(cache, num_cached, KvCopy(KINDS.LOAD_STATE, 6, num_cached)) == (0, 0), "nobody has put one there"
         assert taken(cache, num_cached + 1, KvCopy(KINDS.LOAD_STATE, 7, num_cached + 1)) == (0, 0)
         assert num_missed(engine) == 3
-        engine.engine._cleared[source] = 10
+        engine.engine._caches._cleared[source] = 10
         assert taken(source, num_cached, save) == (0, 1), "its cache was emptied"
         assert taken(cache, num_cached, KvCopy(KINDS.LOAD_STATE, 7, num_cached)) == (0, 0), "the copy is to be made again"
         assert taken(source, num_cached, save, seq=11) == (num_cached, 0)
@@ -249,6 +282,12 @@ def test_copies_are_made_of_a_state_that_stands_there() -> None:
     assert states.saved(replace(use, copies=(*saves, block))) == (saves[1], block)
     assert states.use(KvUse(0, 0, 9, (KvCopy(KINDS.LOAD_STATE, 1, 9),)), is_gone=False).num_cached == 9
     assert states.use(KvUse(0, 0, 8, (KvCopy(KINDS.LOAD_STATE, 0, 8),)), is_gone=False).num_cached == 0
+    moves = [KvCopy(KINDS.MOVE_STATE, slot, place) for slot, place in ((1, 5), (0, 6), (0, 5))]
+    assert states.saved(replace(use, copies=tuple(moves[:2]))) == (moves[0],), "nothing stands in slot 0"
+    assert states.use(KvUse(0, 0, 9, (KvCopy(KINDS.LOAD_STATE, 5, 9),)), is_gone=False).num_cached == 9
+    assert states.use(KvUse(0, 0, 9, (KvCopy(KINDS.LOAD_STATE, 1, 9),)), is_gone=False).num_cached == 0, "it has moved"
+    assert states.saved(replace(use, copies=(moves[2],))) == ()
+    assert states.use(KvUse(0, 0, 9, (KvCopy(KINDS.LOAD_STATE, 5, 9),)), is_gone=False).num_cached == 0, "another was to be there"
 
 
 @pytest.mark.parametrize(("prefill", "changes"), [("off", {}), ("auto", {}), ("off", WITH_EXPERTS)])

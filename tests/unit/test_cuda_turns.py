@@ -32,7 +32,7 @@ from kog_dist.workers.coordinator import kept_caches
 from kog_dist.workers.coordinator.decode_slot import DecodeSlots
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.engines import cuda
+from kog_dist.workers.engines import cuda_caches, cuda_drafting
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_request import CudaRequest
 from kog_dist.workers.engines.launches import COMPANY_STEPS
@@ -96,10 +96,10 @@ class Turns(Served):
 
     def __init__(
         self, spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, *, prefill: bool = True, shares: bool = False,
-        kept_bytes: int = 1 << 22, rounds: bool = False,
+        kept_bytes: int = 1 << 22, kept_host_bytes: int = 0, rounds: bool = False,
     ) -> None:  # fmt: skip
         """`rounds`: see `PlayedRunner`."""
-        monkeypatch.setattr(cuda, "BLOCK", SIZES[0])
+        monkeypatch.setattr(cuda_caches, "BLOCK", SIZES[0])
         drafts = not spec.window_layers
         shape = KernelShape(spec, range(spec.num_lanes))
         self.gpu = PlayedGpu(shape)
@@ -113,8 +113,8 @@ class Turns(Served):
         info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
         args = WorkerArgs(info, "model", "cuda:0", "bfloat16", True, PATIENCE_S, PATIENCE_S)
         args = replace(args, parallel=parallel, num_kv_caches=CACHES, drafts=drafts, kept_bytes=kept_bytes)
-        engine = CudaEngine(args, control)
-        engine._kernel, engine._max_context, engine._drafts_processors = kernel, CONTEXT, drafts
+        engine = CudaEngine(replace(args, kept_host_bytes=kept_host_bytes), control)
+        engine._gpu.loaded, engine._gpu.max_context, engine._drafting.with_processors = kernel, CONTEXT, drafts
         kernel.try_together()
         tried = int(bool(kernel.most_together() > 1))
         assert (self.gpu.epochs["company2"], self.gpu.epochs["company4"]) == (tried, tried), "each build is tried"
@@ -124,8 +124,8 @@ class Turns(Served):
             rounds_by = SIZES[0] if rounds else 0
             self.runner = cast(Any, PlayedRunner(self.gpu, kernel.kv.data.ptr, nets_ptr, rounds_by=rounds_by))
             work = Work(row_flop=1e12, most_parts=3, max_context=CONTEXT)  # so that chunks of 32 tokens have three parts
-            engine._prefill = Prefill(self.runner, max_context=CONTEXT, sizes=SIZES, work=work)
-        engine._make_blocks(shape, kernel)
+            engine._gpu.prefill = Prefill(self.runner, max_context=CONTEXT, sizes=SIZES, work=work)
+        engine._caches.make(shape, kernel, engine._drafting.most_drafted)
         super().__init__(engine, control, spec.vocab_size, spec.sliding_window, lambda: None, is_recurrent=spec.is_recurrent)
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ def test_every_answer_is_that_of_the_request_alone(
 def test_to_share_passes_or_to_take_turns_gives_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often they change from one to the other, for the sake of drafts."""
     chance = random.Random(seed)
-    monkeypatch.setattr(cuda, "gains_from_turns", lambda gains, extra: chance.random() < 0.3)
+    monkeypatch.setattr(cuda_drafting, "gains_from_turns", lambda gains, extra: chance.random() < 0.3)
     asked = [replace(one, request=replace(one.request, drafts=True)) for one in drawn(chance, 16)]
     with turns(DENSE, PARALLEL, monkeypatch, shares=True) as engine:
         engine.run(asked, chance)
@@ -232,13 +232,13 @@ def test_streams_of_a_prompt_wait_for_its_grammar(monkeypatch: pytest.MonkeyPatc
     """Another prompt, which prefill would read meanwhile, would leave its own there."""
     asked = [Asked(DecodeRequest(tuple(range(first, first + 60)), 5)) for first in (0, 30)]
     with turns(DENSE, 2, monkeypatch) as engine:
-        turn, had = engine.engine._turn, list[int]()
+        turn, had = engine.engine._requests._turn, list[int]()
 
         def counted(one: CudaRequest, *arguments: Any) -> None:
             turn(one, *arguments)
             had.append(one.slot)
 
-        monkeypatch.setattr(engine.engine, "_turn", counted)
+        monkeypatch.setattr(engine.engine._requests, "_turn", counted)
         deadline = Deadline.after(PATIENCE_S)
         for slot, one, mask_epoch in zip(engine.slots.slots, asked, (1, 0), strict=True):
             engine.slots.submit(slot, replace(one.request, mask_epoch=mask_epoch), reuse_kv=False)
@@ -306,7 +306,7 @@ def test_between_two_parts_of_prompts_are_few_passes(monkeypatch: pytest.MonkeyP
     asked = [Asked(request) for request in (*long, *come)]
     done = list[tuple[str, Sequence[int], int]]()
     with turns(DENSE, 5, monkeypatch, shares=True) as engine:
-        kernel: Any = engine.engine._kernel
+        kernel: Any = engine.engine._gpu.kernel
         launch, together, queue = kernel.launch, kernel.launch_together, engine.runner.queue
 
         def launched(num_steps: int) -> None:
@@ -391,8 +391,8 @@ def test_nobody_copies_what_a_fault_has_emptied(monkeypatch: pytest.MonkeyPatch)
         held = [number for number, kept in enumerate(first) if len(kept.tokens) > 1]
         request = DecodeRequest((*prompt, 5, 6), 20)
         use = KvUse((held[0] + 1) % CACHES, held[0], 30)
-        engine.engine._cleared[held[0]] = 10**6
-        taken = engine.engine._taken(7, request.at(use, 0))
+        engine.engine._caches._cleared[held[0]] = 10**6
+        taken = engine.engine._requests._taken(7, request.at(use, 0))
         assert (taken.held, taken.reads) == (0, True)
-        engine.engine._cleared[held[0]] = 6
-        assert engine.engine._taken(7, request.at(use, 0)).held == 30
+        engine.engine._caches._cleared[held[0]] = 6
+        assert engine.engine._requests._taken(7, request.at(use, 0)).held == 30

@@ -27,7 +27,7 @@ from kog_dist.workers.coordinator import kept_caches, kept_states
 from kog_dist.workers.coordinator.decode_slot import DecodeSlots
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.engines import cuda
+from kog_dist.workers.engines import cuda_caches, cuda_drafting
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.prefill.base.chunks import Work
 from kog_dist.workers.prefill.prefill import Prefill
@@ -47,7 +47,7 @@ class RankedTurns(AskedTogether):
     def __init__(
         self, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, *, prefill: bool, parallel: int, company: tuple[int, ...]
     ) -> None:  # fmt: skip
-        monkeypatch.setattr(cuda, "BLOCK", SIZES[0])
+        monkeypatch.setattr(cuda_caches, "BLOCK", SIZES[0])
         shapes = [KernelShape(spec, spec.lanes_of_rank(rank, RANKS), num_ranks=RANKS) for rank in range(RANKS)]
         self.node = PlayedNode(shapes, monkeypatch)
         control = ControlPage.create(RANKS, CONTEXT, vocab_size=spec.vocab_size, parallel=parallel)
@@ -70,7 +70,7 @@ class RankedTurns(AskedTogether):
         drafts = shape.delta is None
         args = replace(args, parallel=parallel, num_kv_caches=parallel + 1, drafts=drafts, kept_bytes=1 << 22)
         engine = CudaEngine(args, control)
-        engine._kernel, engine._max_context, engine._peers = kernel, CONTEXT, cast(Any, PlayedPeers(self.node, rank))
+        engine._gpu.loaded, engine._gpu.max_context, engine._gpu.peers = kernel, CONTEXT, cast(Any, PlayedPeers(self.node, rank))
         unrest = random.Random(rank)
         for name in ("launch", "launch_together", "is_idle"):
             setattr(kernel, name, restless(getattr(kernel, name), unrest, 0.004))
@@ -80,24 +80,24 @@ class RankedTurns(AskedTogether):
             runner = cast(Any, PlayedRunner(self.node.gpus[rank], kernel.kv.data.ptr, nets_ptr, rounds_by=SIZES[0]))
             runner.queue_end = restless(runner.queue_end, unrest, 0.025)  # masks come meanwhile
             work = Work(row_flop=1e12, most_parts=3, max_context=CONTEXT)
-            engine._prefill = Prefill(runner, max_context=CONTEXT, sizes=SIZES, work=work)
-        engine._make_blocks(shape, kernel)
+            engine._gpu.prefill = Prefill(runner, max_context=CONTEXT, sizes=SIZES, work=work)
+        engine._caches.make(shape, kernel, engine._drafting.most_drafted)
         return engine
 
     def _serve(self, rank: int) -> None:
         self.node.use(rank)
         engine = self.engines[rank]
         try:
-            if engine._takes_turns:
-                engine._loaded.try_together()
-            serve(engine, engine._control, rank)
+            if engine._gpu.takes_turns:
+                engine._gpu.kernel.try_together()
+            serve(engine, engine._gpu.control, rank)
         except BaseException as error:
             if not self.control.aborted():
                 self.error.append(error)
                 self.is_broken.set()
         finally:
             engine.close()
-            engine._control.close()
+            engine._gpu.control.close()
 
     def close(self) -> None:
         self.stop(self.threads)
@@ -141,7 +141,7 @@ def test_every_answer_is_that_of_the_request_alone(
     monkeypatch.setattr(kept_caches, "_WORTH", 1)
     chance = random.Random(seed)
     if flaps:
-        monkeypatch.setattr(cuda, "gains_from_turns", lambda gains, extra: chance.random() < 0.3)
+        monkeypatch.setattr(cuda_drafting, "gains_from_turns", lambda gains, extra: chance.random() < 0.3)
     asked = [*(Asked(DecodeRequest((first, 7), 250)) for first in (1, 2)), *drawn(chance, 20)]  # two that certainly meet
     with turns(monkeypatch, prefill=prefill) as engine:
         engine.run(asked, chance)
@@ -174,7 +174,7 @@ def test_states_of_all_ranks_stand_and_are_copied_alike(prefill: bool, monkeypat
     asked = drawn(chance, 20)
     with turns(monkeypatch, prefill=prefill, company=(), spec=NETS) as engine:
         engine.run(asked, chance)
-        books = [cast(Any, one._states) for one in engine.engines]
+        books = [cast(Any, one._caches.states) for one in engine.engines]
         deadline = Deadline.after(PATIENCE_S)
         while books[0]._kept != books[1]._kept or books[0]._behind != books[1]._behind:  # rank 0 alone is waited for
             assert not deadline.expired()

@@ -170,7 +170,7 @@ def test_the_cuda_engine_waits_for_the_first_mask(page: ControlPage, comes: bool
     info = RankInfo(0, 1, 0, "test", 1, page.fd, page.fd)
     engine = CudaEngine(WorkerArgs(info, "model", "cuda:0", "bfloat16", True, 10.0, 0.1), page)
     kernel = ScriptedKernel()
-    engine._kernel, engine._max_context = kernel, 16
+    engine._gpu.loaded, engine._gpu.max_context = kernel, 16
     asked: list[int] = []
 
     def get(epoch: int) -> MaskWords | None:

@@ -24,8 +24,8 @@ class CudaRequest:
     seq: int
     request: DecodeRequest
     held: int
-    reads: bool  # its prompt, by prefill
     saves: deque[KvCopy] = field(default_factory=deque)  # copies of its state that are still to be made, by their places
+    reads: bool = False  # its prompt, by prefill
     reading: Generator[None, None, None] | None = None  # a chunk of it, of which some parts were read
     company_steps: int = 0  # of a launch, since others run; 0: it is alone
     others_decode: bool = False  # others run, some of which are not being read

@@ -48,7 +48,7 @@ class Play:
 
 
 class FakeRank:
-    """As the CUDA engine's host: `CudaEngine`, `PromptRun` and `Prefill` say which stage is told when."""
+    """As the CUDA engine's host: `CudaRank`, `PromptRun` and `Prefill` say which stage is told when."""
 
     def __init__(self, control: ControlPage, play: Play) -> None:
         self._control, self._play, self._seen = control, play, 0

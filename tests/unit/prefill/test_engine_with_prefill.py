@@ -21,7 +21,8 @@ from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.head_start import LastStreams
-from kog_dist.workers.engines.cuda import MIN_EXPANDED_TOKENS, MIN_PREFILL_TOKENS, MIN_TAPE_TOKENS, CudaEngine
+from kog_dist.workers.engines.cuda import CudaEngine
+from kog_dist.workers.engines.cuda_prompts import MIN_EXPANDED_TOKENS, MIN_PREFILL_TOKENS, MIN_TAPE_TOKENS
 from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, request
 
 BLOCK = 16
@@ -86,7 +87,7 @@ def parts_of(control: ControlPage) -> tuple[CudaEngine, ScriptedKernel, Scripted
     info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
     engine = CudaEngine(WorkerArgs(info, "model", "cuda:0", "bfloat16", True, 10.0, 10.0), control)
     kernel, prefill = ScriptedKernel(), ScriptedPrefill()
-    engine._kernel, engine._prefill, engine._max_context = kernel, prefill, MAX_CONTEXT
+    engine._gpu.loaded, engine._gpu.prefill, engine._gpu.max_context = kernel, prefill, MAX_CONTEXT
     return engine, kernel, prefill
 
 
@@ -115,7 +116,8 @@ def test_a_request_with_a_grammar_begins_with_the_head_once_its_mask_is_there(
     page = ControlPage.create(1, MAX_CONTEXT, vocab_size=64)
     engine, kernel, prefill = parts_of(page)
     order: list[str] = []
-    begin, wait = kernel.begin, engine._has_first_mask
+    masks = engine._requests._masks
+    begin, wait = kernel.begin, masks.may_begin
     mask = np.ones(num_words(64), np.uint32)
 
     def beginning(*arguments: Any, **options: Any) -> None:
@@ -128,7 +130,7 @@ def test_a_request_with_a_grammar_begins_with_the_head_once_its_mask_is_there(
         return wait(*arguments, **options)
 
     monkeypatch.setattr(kernel, "begin", beginning)
-    monkeypatch.setattr(engine, "_has_first_mask", waiting)
+    monkeypatch.setattr(masks, "may_begin", waiting)
     if is_there:
         page.masks.put(5, mask)
     assert engine.run(1, request(num_prompt=100, max_tokens=5, mask_epoch=5)) is Finish.LENGTH
@@ -185,7 +187,7 @@ def test_more_tokens_are_few_where_weights_are_quantised(
     engine, kernel, prefill = parts
     started = SimpleNamespace(load=lambda: (kernel, prefill))
     monkeypatch.setattr("kog_dist.workers.engines.cuda.Start", lambda *args, **options: started)
-    monkeypatch.setattr("kog_dist.workers.engines.cuda.is_multiplied_on_tape", lambda shape: on_tape)
+    monkeypatch.setattr("kog_dist.workers.engines.cuda_prompts.is_multiplied_on_tape", lambda shape: on_tape)
     shape: Any = SimpleNamespace(coding=coding)
     checkpoint: Any = None
     engine._load(checkpoint, shape)
@@ -224,7 +226,7 @@ class Rank0:
 def test_ranks_stop_at_the_chunk_that_rank_0_names(control: ControlPage, parts: Parts) -> None:
     engine, kernel, prefill = parts
     peers: Any = Rank0()
-    engine._peers, kernel.cancelled = peers, True
+    engine._gpu.peers, kernel.cancelled = peers, True
     prefill.before_chunk = lambda: control.cancel(1)  # this rank sees it first
     assert engine.run(1, DecodeRequest(prompt=tuple(range(100)), max_tokens=5)) is Finish.CANCELLED
     assert kernel.begun == [(100, 2 * BLOCK)]

@@ -19,16 +19,17 @@ from kog_dist.errors import AbortedError, CheckpointError, CompileError, ConfigE
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.notes import NOTE
-from kog_dist.runtime.startup import StartReport, StartStage, StartTeller
+from kog_dist.runtime.startup import NOBODY, StartReport, StartStage, StartTeller
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import load, monokernel
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.engines import cuda, cuda_start
+from kog_dist.workers.engines import cuda_start, cuda_trial
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_device import translated_errors
 from kog_dist.workers.engines.cuda_start import Start
+from kog_dist.workers.engines.cuda_trial import StartTrial
 from kog_dist.workers.prefill import gpu
 from kog_dist.workers.prefill.base.matrices import Matrices
 from kog_dist.workers.prefill.buffers.prompt import misfit
@@ -54,7 +55,7 @@ class Parts:
         monkeypatch.setattr(gpu, "matrices_for", lambda shape: (self.called("matrices"), lambda name, words: self.called("take")))
         monkeypatch.setattr(gpu, "prefill_for", self.prefill)
         monkeypatch.setattr(gpu, "obstacle_on_gpu", lambda: self.gpu_says)
-        for module in (cuda, cuda_start):
+        for module in (cuda_trial, cuda_start):
             monkeypatch.setattr(module, "free_memory", lambda: self.called("free"))
 
     def called(self, name: str) -> str:
@@ -253,33 +254,37 @@ def engine() -> Iterator[CudaEngine]:
     page.close()
 
 
+def trial(engine: CudaEngine) -> StartTrial:
+    return StartTrial(engine._gpu, engine._drafting, NOBODY)
+
+
 def test_a_trial_that_fails(parts: Parts, engine: CudaEngine, capfd: pytest.CaptureFixture[str]) -> None:
-    engine._kernel, engine._prefill = ScriptedKernel(), Failing()
-    engine._try_kernel(engine._kernel)
-    left: Any = engine._prefill
+    engine._gpu.loaded, engine._gpu.prefill = ScriptedKernel(), Failing()
+    trial(engine).run()
+    left: Any = engine._gpu.prefill
     assert left is None
-    assert not engine._control.has_prefill()
+    assert not engine._gpu.control.has_prefill()
     assert parts.calls == ["free"]
     assert "since prefill failed on trial: RuntimeError: CUDA error: invalid argument" in capfd.readouterr().err
-    engine._args, engine._prefill = replace(engine._args, prefill="on"), Failing()
+    engine._gpu.args, engine._gpu.prefill = replace(engine._gpu.args, prefill="on"), Failing()
     with pytest.raises(LaunchError, match="invalid argument; with --prefill off"):
-        engine._try_kernel(engine._kernel)
+        trial(engine).run()
 
 
 def test_a_trial_whose_graphs_the_driver_cannot_launch(
     parts: Parts, engine: CudaEngine, capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     refused = LaunchError("launching a graph failed: CUDA_ERROR_OUT_OF_MEMORY (2)")
-    engine._kernel, engine._prefill = ScriptedKernel(), Failing(refused)
-    engine._try_kernel(engine._kernel)
-    assert not engine._control.has_prefill()
+    engine._gpu.loaded, engine._gpu.prefill = ScriptedKernel(), Failing(refused)
+    trial(engine).run()
+    assert not engine._gpu.control.has_prefill()
     assert "since prefill failed on trial: launching a graph failed: CUDA_ERROR_OUT_OF_MEMORY" in capfd.readouterr().err
-    engine._args, engine._prefill = replace(engine._args, prefill="on"), Failing(refused)
+    engine._gpu.args, engine._gpu.prefill = replace(engine._gpu.args, prefill="on"), Failing(refused)
     with pytest.raises(LaunchError, match="prefill cannot start: launching a graph failed"):
-        engine._try_kernel(engine._kernel)
-    engine._args, engine._prefill = replace(engine._args, prefill="auto"), Failing(AbortedError("stopped"))
+        trial(engine).run()
+    engine._gpu.args, engine._gpu.prefill = replace(engine._gpu.args, prefill="auto"), Failing(AbortedError("stopped"))
     with pytest.raises(AbortedError, match="stopped"):
-        engine._try_kernel(engine._kernel)
+        trial(engine).run()
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
@@ -287,9 +292,9 @@ def test_a_trial_that_does_not_reach_its_end_is_not_announced(
     parts: Parts, engine: CudaEngine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_aborted: bool
 ) -> None:  # fmt: skip
     monkeypatch.setattr(Failing, "steps", reaching(0))
-    monkeypatch.setattr(engine._control, "aborted", lambda: is_aborted)
-    left = engine._tried(Failing())
-    assert not engine._control.has_prefill()
+    monkeypatch.setattr(engine._gpu.control, "aborted", lambda: is_aborted)
+    left = trial(engine)._tried(Failing())
+    assert not engine._gpu.control.has_prefill()
     told = capfd.readouterr().err
     if is_aborted:
         assert left is not None
@@ -297,16 +302,16 @@ def test_a_trial_that_does_not_reach_its_end_is_not_announced(
         return
     assert left is None
     assert "since prefill failed on trial: a value of two tokens leaves the range of its binary16" in told
-    engine._args = replace(engine._args, prefill="on")
+    engine._gpu.args = replace(engine._gpu.args, prefill="on")
     with pytest.raises(LaunchError, match="prefill cannot start: a value of two tokens"):
-        engine._tried(Failing())
+        trial(engine)._tried(Failing())
 
 
 def test_a_trial_that_succeeds_is_said(
     engine: CudaEngine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr(Failing, "steps", reaching(2))
-    engine._kernel, engine._prefill = ScriptedKernel(), Failing()
-    engine._try_kernel(engine._kernel)
+    engine._gpu.loaded, engine._gpu.prefill = ScriptedKernel(), Failing()
+    trial(engine).run()
     assert "prompts go through prefill" in capfd.readouterr().err
-    assert engine._control.has_prefill()
+    assert engine._gpu.control.has_prefill()

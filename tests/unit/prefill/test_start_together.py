@@ -16,7 +16,7 @@ from kog_dist.runtime.startup import StartReport, StartStage, StartTeller
 from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.workers import worker
 from kog_dist.workers.cuda import load, monokernel
-from kog_dist.workers.engines import cuda, cuda_peers, cuda_start
+from kog_dist.workers.engines import cuda_peers, cuda_start, cuda_trial
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.prefill import gpu
 from tests.unit.fake_cupy import CUDARuntimeError
@@ -87,7 +87,7 @@ def start(
             "prefill", rank_of(kernel.shape), Trial(failing if failing == "overflow" or rank_of(kernel.shape) == 1 else ""),
         ),
     )  # fmt: skip
-    for module in (cuda, cuda_start):
+    for module in (cuda_trial, cuda_start):
         monkeypatch.setattr(module, "free_memory", lambda: None)
     monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint, observe=None, on_share=None: None)
     kernel_of, failed, held = monokernel.Monokernel, list[int](), dict[int, Any]()
@@ -103,7 +103,7 @@ def start(
 
     monkeypatch.setattr(monokernel, "Monokernel", make_kernel)
     for engine in ranks.engines:
-        engine._args = replace(engine._args, prefill=prefill)
+        engine._gpu.args = replace(engine._gpu.args, prefill=prefill)
     return ranks.on_all(body)
 
 
@@ -137,7 +137,7 @@ def test_one_that_cannot_is_enough_for_all_to_go_without(
     failing: str, cause: str, room: int,
 ) -> None:  # fmt: skip
     assert start(ranks, monkeypatch, failing) == [None, None], ranks.happened
-    assert [engine._prefill for engine in ranks.engines] == [None, None]
+    assert [engine._gpu.prefill for engine in ranks.engines] == [None, None]
     assert tokens == [room, room], "memory is mapped once"
     assert not ranks.page.has_prefill()
     said = f"{NOTE}prompts go token by token, since prefill {cause}"
@@ -177,7 +177,7 @@ def test_the_one_that_others_wait_for_is_seen(ranks: Ranks, monkeypatch: pytest.
 
 def test_one_that_has_failed_is_not_taken_for_one_that_agrees(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def live(engine: CudaEngine) -> None:
-        worker.live(lambda: engine, engine._control, engine._rank)
+        worker.live(lambda: engine, engine._gpu.control, engine._gpu.rank)
 
     other, failed = start(ranks, monkeypatch, "prefill", "on", live)
     assert isinstance(other, AbortedError), "until somebody tells it why, it waits"
