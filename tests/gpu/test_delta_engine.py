@@ -32,7 +32,6 @@ from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.coordinator import kept_states
-from kog_dist.workers.cuda import draft_builds
 from kog_dist.workers.engines.cuda import CudaEngine
 from tests.unit.asked_together import PATIENCE_S, Asked
 from tests.unit.test_cuda_turns import PARALLEL, Served, compare, drawn

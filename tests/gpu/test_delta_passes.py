@@ -151,7 +151,7 @@ def test_an_engine_says_with_drafts_what_it_says_without(ffn: str, tmp_path: Pat
     write_tiny_delta_model(tmp_path, **SIZES, **(WITH_EXPERTS | EXPERTS if ffn == "experts" else {}))
     prompts = [ids(count, count) * 3 for count in (40, 130, 300)]
     for parallel in (1, 2):
-        with closing(served(tmp_path, parallel)) as engine:
+        with closing(served(tmp_path, parallel, drafts_experts=True)) as engine:
             plain = [Asked(DecodeRequest(prompt, 200, ignore_eos=True)) for prompt in prompts]
             drafted = [Asked(replace(one.request, drafts=True, prediction=tuple(said(one)))) for one in ask(engine, plain)]
             assert [said(one) for one in ask(engine, drafted)] == [said(one) for one in plain]
