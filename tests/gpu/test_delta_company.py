@@ -1,6 +1,5 @@
 """Passes that requests of models with gated delta nets share, on a GPU: each has what it has alone, to the bit, with its keys,
-values and states, at the width of real models; and so has whoever asks an engine. Engines do not have them yet: see
-`untried_in_company`, which these tests leave out.
+values and states, at the width of real models; and so has whoever asks an engine.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from kog_dist.decode.request import DecodeRequest
 from kog_dist.runtime.ring import NO_TOKEN, Finish
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.coordinator import kept_states
-from kog_dist.workers.cuda import company_build
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.random_weights import random_weights
 from tests.gpu.test_delta_engine import SIZES, STEP, VOCAB, ids, num_missed, said, served
@@ -138,9 +136,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def in_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines have what no GPU has run yet; the books of this process have short steps."""
-    monkeypatch.setattr(company_build, "untried_in_company", lambda spec: "")
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the books of this process."""
     monkeypatch.setattr(kept_states, "STEP", STEP)
 
 

@@ -46,8 +46,9 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
 }  # fmt: skip
 one_gpu = pytest.mark.gpu(1)
-# In codes, too: whole groups of columns, and a number chosen that engines take.
+# In codes, too: whole groups of columns, and a number chosen that engines take. A model of one lane, which has no drafts.
 EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024}
+NARROW = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}  # changes: eight lanes, which have
 
 
 @pytest.fixture(scope="module")
@@ -71,20 +72,14 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_states, "STEP", STEP)
 
 
-@pytest.fixture(autouse=True)
-def untried_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds for drafts, also where engines refuse them until these tests have passed."""
-    monkeypatch.setattr(draft_builds, "untried_in_passes", lambda experts: "")
-
-
 def served(
     folder: Path, parallel: int = 1, *, kept_bytes: int = 1 << 29, kept_host_bytes: int = 0, prefill: str = "off",
-    quantize: str = "none",
+    quantize: str = "none", drafts: bool = True,
 ) -> Served:  # fmt: skip
     control = ControlPage.create(1, CONTEXT, vocab_size=VOCAB, parallel=parallel)
     info = RankInfo(0, 1, 0, "delta", control_fd=control.fd, rendezvous_fd=control.fd)
     args = WorkerArgs(
-        info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill=prefill, drafts=True, parallel=parallel,
+        info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill=prefill, drafts=drafts, parallel=parallel,
         num_kv_caches=parallel + 1, kept_bytes=kept_bytes, kept_host_bytes=kept_host_bytes, quantize=quantize,
     )  # fmt: skip
     engine = CudaEngine(args, control)
@@ -132,7 +127,7 @@ def test_greedy_tokens_are_those_of_cpu_ranks(
     command = [sys.executable, str(Path(__file__).with_name("cpu_answers.py"))]
     done = subprocess.run(command, input=json.dumps(job), env=environ, stdout=subprocess.PIPE, text=True, check=True)
     wanted, num_same = json.loads(done.stdout), 0
-    with closing(served(folder, prefill=prefill, quantize=quantize)) as engine:
+    with closing(served(folder, prefill=prefill, quantize=quantize, drafts=kind == "folder")) as engine:
         found = [asked(prompt) for prompt in prompts]
         engine.run(found, random.Random(1))
     for one, answer in zip(found, wanted, strict=True):
@@ -170,11 +165,11 @@ def test_prefill_gives_the_bits_of_a_request_that_reads_all(kind: str, parallel:
     folder, chance, long = request.getfixturevalue(kind), random.Random(9), ids(900, 4)
     prompts = [long, *(long[:count] for count in (400, 833, 832, 831, 64, 2)), [*long[:700], *ids(200, 5)], long, [*long, 3]]
     mixed = [asked(prompt, 20, digests=True) for prompt in prompts] + drawn(chance, 30, VOCAB)
-    with closing(served(folder, parallel, prefill="on")) as engine:
+    with closing(served(folder, parallel, prefill="on", drafts=kind == "folder")) as engine:
         engine.run(mixed, chance)
         assert num_missed(engine) == 0
         assert engine.slots.kept_states.num_used > 10
-    with closing(served(folder, kept_bytes=0, prefill="on")) as engine:
+    with closing(served(folder, kept_bytes=0, prefill="on", drafts=kind == "folder")) as engine:
         compare(engine, mixed, reuse_kv=False)
 
 

@@ -143,15 +143,13 @@ def test_an_engine_says_with_drafts_what_it_says_without(ffn: str, tmp_path: Pat
     pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
     from kog_dist.bench.fakes.tiny_delta_model import WITH_EXPERTS, write_tiny_delta_model
     from kog_dist.workers.coordinator import kept_states
-    from kog_dist.workers.cuda import draft_builds
-    from tests.gpu.test_delta_engine import EXPERTS, SIZES, STEP, ids, said, served
+    from tests.gpu.test_delta_engine import EXPERTS, NARROW, SIZES, STEP, ids, said, served
 
     monkeypatch.setattr(kept_states, "STEP", STEP)
-    monkeypatch.setattr(draft_builds, "untried_in_passes", lambda experts: "")
-    write_tiny_delta_model(tmp_path, **SIZES, **(WITH_EXPERTS | EXPERTS if ffn == "experts" else {}))
+    write_tiny_delta_model(tmp_path, **SIZES, **(WITH_EXPERTS | EXPERTS | NARROW if ffn == "experts" else {}))
     prompts = [ids(count, count) * 3 for count in (40, 130, 300)]
     for parallel in (1, 2):
-        with closing(served(tmp_path, parallel, drafts_experts=True)) as engine:
+        with closing(served(tmp_path, parallel)) as engine:
             plain = [Asked(DecodeRequest(prompt, 200, ignore_eos=True)) for prompt in prompts]
             drafted = [Asked(replace(one.request, drafts=True, prediction=tuple(said(one)))) for one in ask(engine, plain)]
             assert [said(one) for one in ask(engine, drafted)] == [said(one) for one in plain]

@@ -37,7 +37,7 @@ def company_shape(shape: KernelShape, tokens: int) -> KernelShape:
 
 def obstacle_to_company(shape: KernelShape, tokens: int) -> str:
     """Why engines do not let so many requests share a pass, or nothing."""
-    if what := untried_in_company(shape.spec):
+    if what := untried_in_company(shape.spec, shape.num_ranks):
         return f"no GPU has run passes of several requests with {what} yet"
     try:
         company_shape(shape, tokens)

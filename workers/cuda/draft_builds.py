@@ -18,7 +18,6 @@ from kog_dist.workers.cuda.build import PLAIN_SOURCE, PROCESSORS_SOURCE, build
 from kog_dist.workers.cuda.kernel_abi import DRAFT_PARAMS
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.model_limits import untried_in_passes
 from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
 if TYPE_CHECKING:
@@ -48,17 +47,10 @@ def drafting_shape(shape: KernelShape) -> KernelShape:
         raise ConfigError(f"{_REFUSAL}{cause}; leave it out") from error
 
 
-def drafting_shape_of_engine(shape: KernelShape) -> KernelShape:
-    """The same for engines and who plans them. Raises ConfigError for what no GPU has run yet as well."""
-    if cause := untried_in_passes(shape.experts):
-        raise ConfigError(f"{_REFUSAL}{cause}; leave it out")
-    return drafting_shape(shape)
-
-
 def obstacle_to_drafts(shape: KernelShape) -> str:
     """Why engines have none, or nothing."""
     try:
-        drafting_shape_of_engine(shape)
+        drafting_shape(shape)
     except ConfigError as error:
         return str(error).removeprefix(_REFUSAL).removesuffix("; leave it out")
     return ""
@@ -84,7 +76,7 @@ def drafts_processors(shape: KernelShape) -> bool:
 
 def draft_bytes(shape: KernelShape) -> int:
     """GPU memory of both builds besides that of `Monokernel`, and what several ranks exchange."""
-    large = drafting_shape_of_engine(shape)
+    large = drafting_shape(shape)
     first, end = shape.head.vocab_rows
     with_all, alone = (sum(box.num_words for box in place(one.words.boxes.specs(), one.num_ranks)) for one in (large, shape))
     num_words = large.words.num_words + with_all - alone

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kog_dist.decode.coding import Coding
 from kog_dist.errors import ConfigError
 from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn
 from kog_dist.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from kog_dist.workers.cuda.expert_shape import ExpertShape
 
 MAX_GROUP = 8  # query heads that share a KV head: two sets of the matrix unit's columns
 MAX_LAYERS = 128  # bits of two words
@@ -65,16 +60,9 @@ def untried_in_prefill(spec: ModelSpec) -> str:
     return f"{experts.per_token} experts of {experts.num_experts}"
 
 
-def untried_in_company(spec: ModelSpec) -> str:
+def untried_in_company(spec: ModelSpec, num_ranks: int) -> str:
     """The same of passes that several requests share; these then take turns."""
-    return "delta nets" if spec.is_recurrent else ""
-
-
-def untried_in_passes(experts: ExpertShape | None) -> str:
-    """The same of drafts beside experts; `experts`: None in a model without."""
-    if experts is None or experts.unites:
-        return ""
-    return "no GPU has run passes of several tokens that read each token's experts in turn"
+    return "delta nets on several ranks" if spec.is_recurrent and num_ranks > 1 else ""
 
 
 def _not_on_devices(spec: ModelSpec) -> list[str]:

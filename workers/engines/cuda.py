@@ -22,7 +22,7 @@ from kog_dist.runtime.startup import StartStage, StartTeller
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.company_build import company_shape, company_sizes
-from kog_dist.workers.cuda.draft_builds import drafting_shape_of_engine, drafts_processors
+from kog_dist.workers.cuda.draft_builds import drafting_shape, drafts_processors
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_words import check_words
 from kog_dist.workers.engines.choice_check import ChoiceCheck
@@ -91,7 +91,7 @@ class CudaEngine:
     def _check_builds(self, own: KernelShape) -> None:
         """Of passes of several tokens. Raises PlanError if words of their thread blocks could be lost."""
         args = self._gpu.args
-        of_drafts = [drafting_shape_of_engine(own)] if args.drafts else []
+        of_drafts = [drafting_shape(own)] if args.drafts else []
         self._drafting.pass_tokens = of_drafts[0].tokens if of_drafts else 1
         for build in (*of_drafts, *(company_shape(own, size) for size in company_sizes(own, args.parallel))):
             check_words(build)

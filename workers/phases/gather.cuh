@@ -101,7 +101,7 @@ template <int kPhase, bool kHasNet>
 __device__ __forceinline__ bool gather_vector(Gatherer& self, const Place& at, float (&squares)[kTokens]) {
     if constexpr (kTokens > 1) {
         if constexpr (kPhase == kOutPhase) {
-#ifdef KOG_DELTA_PASSES
+#if defined KOG_DELTA_PASSES || defined KOG_DELTA_COMPANY
             if (kPlainNetOutputs ? kHasNet : has_delta_net(at.layer())) {
                 HeadScales scales;
                 if (!wait_for_scales(self, at, scales)) return false;

@@ -52,7 +52,7 @@ __device__ __forceinline__ bool write_heads(const Gatherer& self, const Place& a
     return true;
 }
 #endif
-#ifdef KOG_DELTA_PASSES
+#if defined KOG_DELTA_PASSES || defined KOG_DELTA_COMPANY
 // The same in passes of several tokens, whose words of a head are asked for together. It stands apart, since what one token's has would have other
 // instructions.
 using HeadScales = float[AttendedSlice::kLoads][kTokens];  // of this thread's units
