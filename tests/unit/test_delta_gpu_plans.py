@@ -67,23 +67,23 @@ def test_a_rank_has_a_state_with_each_kv_cache(model: Checkpoint) -> None:
     assert [half["states"] for half in halves] == [48 * (24 * 128 * 128 + 96 * 4 * (256 + 32)) * 4] * 2
 
 
-def test_requests_take_turns_and_copies_have_what_is_spare(model: Checkpoint) -> None:
-    unasked, asked = (choice_of(model, gpus="1", prefill="off", parallel=parallel) for parallel in (0, 4))
-    assert (unasked.parallel, asked.parallel, asked.num_caches) == (1, 4, 4)
-    assert unasked.state_bytes == asked.state_bytes == STATE
-    for choice in (unasked, asked):
+def test_requests_share_passes_and_copies_have_what_is_spare(model: Checkpoint) -> None:
+    unasked, alone = (choice_of(model, gpus="1", prefill="off", parallel=parallel) for parallel in (0, 1))
+    assert (unasked.parallel, unasked.num_caches, alone.parallel) == (4, 4, 1)
+    assert unasked.state_bytes == alone.state_bytes == STATE
+    for choice in (unasked, alone):
         assert choice.spare_bytes == FREE - BESIDES_BYTES - sum(
             gpu_rank_bytes(
                 model, 0, 1, "bfloat16", parallel=choice.parallel, num_caches=choice.num_caches
             ).values()
         )  # fmt: skip
-    kept, _ = kept_on_gpus(LaunchConfig(gpus="1"), unasked.spare_bytes, 1, of_state=STATE)
+    kept, _ = kept_on_gpus(LaunchConfig(gpus="1"), alone.spare_bytes, 1, of_state=STATE)
     assert kept == 16 * GIB
     slots, states = pool_slots(gpu_rank_shape(model, 0, 1, "bfloat16"), kept)
     assert (states, slots) == (12 * GIB // STATE, (kept - 12 * GIB // STATE * STATE) // (256 * 65_536))
 
 
-@pytest.mark.parametrize(("name", "cache_gib", "spare_gib"), [("Qwen3.5-27B", 8, 25), ("Qwen3.5-35B-A3B", 2.5, 60)])
+@pytest.mark.parametrize(("name", "cache_gib", "spare_gib"), [("Qwen3.5-27B", 8, 20), ("Qwen3.5-35B-A3B", 2.5, 60)])
 def test_contexts_of_131_072_fit_one_gpu(name: str, cache_gib: float, spare_gib: int, tmp_path: Path) -> None:
     """In 16 bit, with prefill, and room for copies of states."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
@@ -178,7 +178,8 @@ def test_less_than_a_copy_is_refused_where_there_are_no_gpus_as_well(folder: Pat
 def test_a_dry_run_shows_states_and_copies(folder: Path) -> None:
     shown = dry_run(LaunchConfig(str(folder), gpus="1", context=32768, parallel=2))
     assert "333.0 MiB states, read and written per token" in shown
-    assert "2 requests at most, in turns, since no GPU has run passes of several requests with delta nets yet" in shown
+    assert "2 requests at most" in shown
+    assert "in turns" not in shown
 
 
 def test_a_shared_expert_in_16_bit_is_refused_beside_codes(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ namespace kog {
 // Streams lie one behind the other, those of a peer's lanes, too: its row of the mailbox has no gap (kernel_boxes.py).
 constexpr u32 kStreamWords = kReplicas * (kStreamsToAll ? kStreamCopyWords : kTokens * kStreamStride);
 __device__ __forceinline__ const u64* last_stream(const Gatherer& self, u32 lane_idx) {
-    const u32 copy = self.role.cta % kReplicas;
-    const u64* first = kStreamsToAll ? heap_of(self.peers, self.peers.rank) + stream_box().row(kRanks, 0, 0) + copy * kStreamCopyWords
-                                     : reinterpret_cast<const u64*>(self.params.words_ptr) + kStreamOffset + copy * (kTokens * kStreamStride);
+    const u64* first = kStreamsToAll ? heap_of(self.peers, self.peers.rank) + stream_box().row(kRanks, 0, 0) + self.role.cta % kReplicas * kStreamCopyWords
+                                     : reinterpret_cast<const u64*>(self.params.words_ptr) + kStreamOffset +
+                                           self.role.cta % kReplicas * (kTokens * kStreamStride);
     return first + lane_idx * kStreamWords;
 }
 // A norm that all lanes share is multiplied into their sum. Its weights wait in x, where the sum will be, while registers are full.
