@@ -111,7 +111,7 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
     return found
 
 
-def ratios(first: Mapping[str, Any], second: Mapping[str, Any], seed: int = 0) -> list[Ratio]:
+def ratios(first: Mapping[str, Any], second: Mapping[str, object], seed: int = 0) -> list[Ratio]:
     """All lines of the comparison; the same seed gives the same intervals."""
     import numpy as np
 
@@ -149,7 +149,7 @@ def _resampled_medians(sample: NDArray[Any], generator: Any) -> NDArray[Any]:
     return np.concatenate(blocks)
 
 
-def _dict(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _dict(result: Mapping[str, object], name: str) -> Mapping[str, object]:
     value = result.get(name)
     return value if isinstance(value, dict) else {}
 
@@ -162,7 +162,7 @@ def _ttfts(result: Mapping[str, Any]) -> list[float]:
     return [result["ttfts"][idx] * 1e3 for idx in _good(result)]
 
 
-def _latencies(result: Mapping[str, Any]) -> list[float]:
+def _latencies(result: Mapping[str, object]) -> list[float]:
     return [_latency(result, idx) * 1e3 for idx in _good(result)]
 
 
@@ -186,7 +186,7 @@ def _itl_tails(result: Mapping[str, Any]) -> list[float]:
     return tails
 
 
-def _rates(result: Mapping[str, Any]) -> list[float]:
+def _rates(result: Mapping[str, object]) -> list[float]:
     return [1e3 / tpot for tpot in _tpots(result) if tpot > 0]
 
 
@@ -229,6 +229,6 @@ def run(first_path: Path, second_path: Path, *, fail_if_slower: float | None, se
     return not too_slow
 
 
-def _origin(result: Mapping[str, Any]) -> str:
+def _origin(result: Mapping[str, object]) -> str:
     num_good = len(_good(result))
     return f"{result.get('model_id')}, {num_good} requests, commit {result.get('commit', 'unknown')}"

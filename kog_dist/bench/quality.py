@@ -94,7 +94,7 @@ def run(model: Path, text: Path, *, num_tokens: int, answer_tokens: int, forms: 
 
 def _measure(
     checkpoint: Checkpoint, name: str, texts: _Texts, plain: _Outputs | None, answer_tokens: int
-) -> tuple[dict[str, Any], _Outputs]:
+) -> tuple[dict[str, object], _Outputs]:
     """The figures of one form, and its outputs: greedy choices of its own answers, or after each token of `plain`'s."""
     weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes), keeps_halves=host_library.library() is not None)
     engine = Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None)

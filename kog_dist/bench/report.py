@@ -98,7 +98,7 @@ def finish(benchmark: str, configuration: dict[str, Any], before: dict[str, Any]
     print_json(whole)
 
 
-def print_json(whole: Mapping[str, Any]) -> None:
+def print_json(whole: Mapping[str, object]) -> None:
     """One line for programs. People at a terminal have the table, and this only if they asked for it."""
     _Result.take(whole)
     if _Json.is_wanted or not sys.stdout.isatty():
@@ -129,7 +129,7 @@ class _Result:
 
 
 @contextmanager
-def finishing(benchmark: str, configuration: dict[str, Any], before: dict[str, Any], figures: Any) -> Iterator[None]:
+def finishing(benchmark: str, configuration: dict[str, object], before: dict[str, Any], figures: Any) -> Iterator[None]:
     """`finish` at the end of the block, however it ends: what was measured before an error or an interrupt is printed."""
     try:
         yield

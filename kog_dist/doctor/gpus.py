@@ -25,7 +25,7 @@ def can_run_kernel(inventory: Inventory) -> bool:
     return any(gpu.compute == KERNEL_COMPUTE for gpu in inventory.gpus)
 
 
-def graded(inventory: Inventory, text: str, **details: Any) -> Finding:
+def graded(inventory: Inventory, text: str, **details: object) -> Finding:
     """A finding that stops engines on GPUs: a problem where they could run, else a warning."""
     return (problem if can_run_kernel(inventory) else warning)(text, **details)
 

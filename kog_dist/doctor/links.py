@@ -57,7 +57,7 @@ def fabric() -> Iterator[Finding]:
             yield ok("NVSwitch fabric: all GPUs registered")
 
 
-def _several_gpus() -> Iterator[tuple[Any, tuple[Gpu, ...]]]:
+def _several_gpus() -> Iterator[tuple[object, tuple[Gpu, ...]]]:
     """The binding and the GPUs, once, where there are at least two."""
     try:
         with nvml_session() as nvml:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kog_dist.rpc.messages import StatusReport
 
 
-def props(served: ServedModel, report: StatusReport | None) -> dict[str, Any]:
+def props(served: ServedModel, report: StatusReport | None) -> dict[str, object]:
     """The model: context, defaults of sampling, chat template. Its folder is nobody's business: `model_path` is its name."""
     defaults, template = served.defaults, served.chat_template
     specials = {} if served.tokenizer is None else served.tokenizer.special_tokens

@@ -85,7 +85,7 @@ def _content(value: object) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
-def _of_the_model(parsed: Mapping[str, Any], contents: Collection[str]) -> Iterator[tuple[str, int]]:
+def _of_the_model(parsed: Mapping[str, object], contents: Collection[str]) -> Iterator[tuple[str, int]]:
     """Those that are pieces of the model, with their ids."""
     model = parsed.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None

@@ -87,7 +87,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     return family.read_config(config)
 
 
-def _prepared(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _prepared(family: Family, config: Mapping[str, Any]) -> Mapping[str, object]:
     return config if family.prepared is None else family.prepared(config)
 
 

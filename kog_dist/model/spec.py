@@ -375,7 +375,7 @@ class ModelSpec:
         return hashlib.sha256(json.dumps(self.to_config(), sort_keys=True).encode()).hexdigest()
 
     # ---- config.json ----
-    def to_config(self) -> dict[str, Any]:
+    def to_config(self) -> dict[str, object]:
         """The `config.json` of this spec in the later field revision; `read_config` of it gives an equal spec."""
         config: dict[str, Any] = {
             "architectures": ["LaneformerForCausalLM"],

@@ -41,7 +41,7 @@ def export(state: Path, tokenizer_file: Path, sources_file: Path, out: Path, *, 
     write_manifest(out)
 
 
-def model_card(spec: ModelSpec, progress: dict[str, Any], sources: dict[str, Any], evaluation: dict[str, Any] | None) -> str:
+def model_card(spec: ModelSpec, progress: dict[str, Any], sources: dict[str, Any], evaluation: dict[str, object] | None) -> str:
     """Markdown: what the model is, how it was trained, on what, under which licences, and how well it does."""
     loss = progress["held_out_losses"][-1][1] if progress["held_out_losses"] else None
     num_processes = progress.get("num_processes", 1)

@@ -19,7 +19,7 @@ from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
 
 
-def in_mpi(body: Callable[[RankContext], Any], arguments: dict[str, Any], local_rank: int, deadline_s: float) -> Any:
+def in_mpi(body: Callable[[RankContext], Any], arguments: dict[str, Any], local_rank: int, deadline_s: float) -> object:
     """Run `body` as this process's rank; its result on rank 0, None on the others. Ends all processes when it raises."""
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     from mpi4py import MPI

@@ -53,7 +53,7 @@ def run(
     False: a request went wrong; what is missing stands in `errors` of the figures.
     """
     before = machine()
-    configuration: dict[str, Any] = {
+    configuration: dict[str, object] = {
         "model": model or f"{spec_name}, random weights",
         "device": "cuda" if on_gpus else "cpu",
         "prefill": prefill,

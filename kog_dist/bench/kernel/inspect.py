@@ -56,7 +56,7 @@ class PhaseComparison:
 
 def run(model: Path, layers: tuple[int, ...], num_tokens: int, kv_dtype: str | None) -> bool:
     """Compare the given layers (empty: the last one); prints a table each, then one JSON object. Whether all is well."""
-    configuration: dict[str, Any] = {"model": str(model), "gpu": gpu_name(), "num_tokens": num_tokens}
+    configuration: dict[str, object] = {"model": str(model), "gpu": gpu_name(), "num_tokens": num_tokens}
     before = machine()
     checkpoint = open_checkpoint(model)
     spec = checkpoint.spec

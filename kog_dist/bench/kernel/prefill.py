@@ -179,7 +179,7 @@ def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
 
     figures = []
     for size, graph in sorted(runner.graphs.items()):
-        figure: dict[str, Any] = {"graph": size}
+        figure: dict[str, object] = {"graph": size}
         for name, measured in (("us", graph), ("end_us", runner.ends[size])):
             times = []
             for _ in range(5):
@@ -206,7 +206,7 @@ def _graph_us(runner: GraphRunner, graph: Graph) -> float:
     return 1000 * float(cupy.cuda.get_elapsed_time(begin, end))
 
 
-def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any]]:
+def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, object]]:
     """Microseconds of every operation by itself, in a chunk at position 0 and one at the end of the context."""
     figures: list[dict[str, Any]] = []
     for size in sizes:

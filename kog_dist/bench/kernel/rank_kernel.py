@@ -156,7 +156,7 @@ def lane_digests(kernel: Monokernel) -> list[str]:
     return [hashlib.sha256(logits[begin - first : end - first].tobytes()).hexdigest() for begin, end in slices]
 
 
-def first_difference(found: Sequence[Sequence[Any]], reference: Sequence[Any]) -> int | None:
+def first_difference(found: Sequence[Sequence[Any]], reference: Sequence[object]) -> int | None:
     """The first place where any of `found` is not `reference`, their length where only that differs; None: all are the same."""
     others = [one for one in found if one != reference]
     pairs = (enumerate(zip(one, reference, strict=False)) for one in others)

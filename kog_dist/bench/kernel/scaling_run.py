@@ -170,7 +170,7 @@ def long_run(kernel: Monokernel, contexts: Sequence[int]) -> dict[str, Any]:
     return {"tokens": [-1 if entry is None else entry.token_id for entry in entries], "us": medians}
 
 
-def _trace(context: RankContext, shape: KernelShape, folder: Path) -> dict[str, Any]:
+def _trace(context: RankContext, shape: KernelShape, folder: Path) -> dict[str, object]:
     """Rank 0's trace of a token, as a table and a summary; a picture goes into `folder`."""
     from kog_dist.workers.cuda.random_weights import random_weights
 

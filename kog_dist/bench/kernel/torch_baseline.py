@@ -176,7 +176,7 @@ def measure(spec: ModelSpec, form: str, contexts: tuple[int, ...], tokens: int, 
     return figures
 
 
-def _measure_one(spec: ModelSpec, tensors: TensorSource, product: str, context: int, tokens: int) -> dict[str, Any]:
+def _measure_one(spec: ModelSpec, tensors: TensorSource, product: str, context: int, tokens: int) -> dict[str, object]:
     import torch
 
     steps = min(tokens, spec.max_context - context - 1)

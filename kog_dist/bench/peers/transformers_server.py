@@ -55,7 +55,7 @@ class GeneratingModel:
 
         self.without_gradients = torch.inference_mode
         path = Path(options.model)
-        names: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+        names: dict[str, object] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
         folder = path.parent if names else path
         if options.threads:
             torch.set_num_threads(options.threads)
@@ -112,7 +112,7 @@ def handler_of(model: GeneratingModel) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.close_connection = True
 
-            def send(**chunk: Any) -> None:
+            def send(**chunk: object) -> None:
                 self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
                 self.wfile.flush()
 

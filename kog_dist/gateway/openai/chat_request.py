@@ -44,7 +44,7 @@ class TextPart(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_text_of_refusal(cls, raw: Any) -> Any:
+    def _with_text_of_refusal(cls, raw: object) -> object:
         if not isinstance(raw, dict) or raw.get("type") != "refusal" or "refusal" not in raw:
             return raw
         return {name: value for name, value in raw.items() if name != "refusal"} | {"text": raw["refusal"]}
@@ -96,7 +96,7 @@ class ChatMessage(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_one_name_of_reasoning(cls, raw: Any) -> Any:
+    def _with_one_name_of_reasoning(cls, raw: object) -> object:
         if not isinstance(raw, dict) or not any(isinstance(raw.get(name), str) for name in REASONING_NAMES):
             return raw
         kept = {name: value for name, value in raw.items() if name not in REASONING_NAMES or not isinstance(value, str)}
@@ -176,7 +176,7 @@ class Prediction(RequestModel):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
-def _or_none(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+def _or_none(value: object, check: ValidatorFunctionWrapHandler) -> object:
     """What passes the check, else nothing: for what changes no answer."""
     try:
         return check(value)

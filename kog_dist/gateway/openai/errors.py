@@ -11,7 +11,7 @@ INVALID_REQUEST: Final = "invalid_request_error"
 RATE_LIMIT: Final = "rate_limit_error"
 SERVER: Final = "server_error"
 
-ERROR_SCHEMA: Final[dict[str, Any]] = {
+ERROR_SCHEMA: Final[dict[str, object]] = {
     "type": "object",
     "required": ["error"],
     "additionalProperties": False,

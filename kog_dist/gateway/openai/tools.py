@@ -31,9 +31,9 @@ class Function:
     description: str | None
     parameters: Mapping[str, Any] | None
 
-    def as_chat_tool(self) -> dict[str, Any]:
+    def as_chat_tool(self) -> dict[str, object]:
         """The form that chat templates render."""
-        function: dict[str, Any] = {"name": self.name}
+        function: dict[str, object] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
         function["parameters"] = dict(self.parameters) if self.parameters is not None else {"type": "object", "properties": {}}
@@ -123,14 +123,14 @@ def _usable(functions: Sequence[Function], mode: str, names: Sequence[str] | Non
     return () if mode == "none" else usable
 
 
-def _parameters(function: Function) -> dict[str, Any]:
+def _parameters(function: Function) -> dict[str, object]:
     schema = dict(function.parameters) if function.parameters else dict(_NO_PARAMETERS)
     if schema.setdefault("type", "object") != "object":
         raise invalid("tools", f"tools: the parameters of {function.name} must be a schema of type object")
     return schema
 
 
-def _one_of(names: Sequence[str], schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _one_of(names: Sequence[str], schemas: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """The schema of `{"name": ..., "arguments": ...}`; each function's schema moves into $defs, with its references."""
     branches = [
         {
@@ -144,10 +144,10 @@ def _one_of(names: Sequence[str], schemas: Sequence[Mapping[str, Any]]) -> dict[
     return {"anyOf": branches, "$defs": {str(idx): _moved(schema, f"#/$defs/{idx}") for idx, schema in enumerate(schemas)}}
 
 
-def _moved(schema: Mapping[str, Any], root: str) -> Any:
+def _moved(schema: Mapping[str, Any], root: str) -> object:
     """The schema with references to its own root made into references to where it stands now."""
 
-    def refer(inner: dict[str, Any]) -> dict[str, Any]:
+    def refer(inner: dict[str, Any]) -> dict[str, object]:
         place = inner.get("$ref")
         return inner | {"$ref": root + place[1:]} if isinstance(place, str) and place.startswith("#") else inner
 

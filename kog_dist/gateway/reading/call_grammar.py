@@ -41,7 +41,7 @@ class CallGrammar:
         """
         self._tokenizer, self._behind_thought, self._thought_end = tokenizer, behind_thought, thought_end
         self._rules: list[str] = []
-        self._schemas: list[Mapping[str, Any]] = []
+        self._schemas: list[Mapping[str, object]] = []
 
     def text(self, start: str) -> str:
         """All of it."""
@@ -140,7 +140,7 @@ class CallGrammar:
         head = _quoted(f"\n<function={name}>\n")
         return f'{self.tag(TOOL_CALL)} {head} {inner} "</function>\\n" {self.tag(TOOL_CALL_END)}'
 
-    def _parameter(self, key: str, value: Mapping[str, Any] | list[str] | None) -> str:
+    def _parameter(self, key: str, value: Mapping[str, object] | list[str] | None) -> str:
         """`value`: a schema of what is no string; words; None: any text."""
         head, tail = _quoted(f"<parameter={key}>\n"), _quoted("\n</parameter>\n")
         if value is None:
@@ -150,7 +150,7 @@ class CallGrammar:
         return self.rule(f"{head} ({inner}) {tail}")
 
 
-def _xml_values(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | list[str] | None] | None:
+def _xml_values(schema: Mapping[str, Any]) -> dict[str, Mapping[str, object] | list[str] | None] | None:
     """How each parameter's value is enforced; None if XML cannot enforce the schema."""
     properties = schema.get("properties", {})
     if (
@@ -184,7 +184,7 @@ def _xml_values(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | list
     return found
 
 
-def _are_plain(value: Mapping[str, Any]) -> bool:
+def _are_plain(value: Mapping[str, object]) -> bool:
     """Whether branches say nothing but types."""
     given = [value[key] for key in ("anyOf", "oneOf") if key in value]
     return all(

@@ -33,7 +33,7 @@ _OF_EXPERTS: Final = frozenset(
     """moe_intermediate_size shared_expert_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob
     mlp_only_layers decoder_sparse_step""".split()
 )
-_OWN: Final[Mapping[str, tuple[Any, ...]]] = {
+_OWN: Final[Mapping[str, tuple[object, ...]]] = {
     "attn_output_gate": (True,),
     "mamba_ssm_dtype": ("float32",),
     "output_gate_type": ("swish", "silu"),
@@ -74,7 +74,7 @@ def text_of(config: Config) -> Config:
     return text
 
 
-def _of_text(quantisation: Any) -> Any:
+def _of_text(quantisation: object) -> object:
     """What a wrapper says of codes, with the names that modules of a text alone have."""
     if not isinstance(quantisation, Mapping):
         return quantisation

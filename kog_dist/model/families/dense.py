@@ -30,7 +30,7 @@ KEYS = frozenset(
     max_position_embeddings original_max_position_embeddings rope_theta rope_scaling rope_parameters rms_norm_eps
     tie_word_embeddings quantization_config""".split()
 )
-HEAD_NORMS: Mapping[str, tuple[Any, ...]] = {"use_qk_norm": (True,)}  # of families that have them
+HEAD_NORMS: Mapping[str, tuple[object, ...]] = {"use_qk_norm": (True,)}  # of families that have them
 WINDOW_KEYS = frozenset(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"))
 _OUTER = {EMBEDDING: "model.embed_tokens.weight", "model.norm.weight": "model.norm.weight", HEAD: HEAD}
 _ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm"}

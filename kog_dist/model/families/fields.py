@@ -16,7 +16,7 @@ _ROPE_KEYS = ("rope_scaling", "rope_parameters")  # the second is the name in tr
 
 def number(config: Mapping[str, Any], key: str, default: Any, kind: type) -> Any:
     """The value of a key as `kind` (int, float or bool), null as missing. Raises ConfigError, also if it has no default."""
-    value: Any = default if config.get(key) is None else config[key]  # published files write null for "as by default"
+    value: object = default if config.get(key) is None else config[key]  # published files write null for "as by default"
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     accepted = (int, float) if kind is float else (kind,)
@@ -60,7 +60,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _MORE_OF_YARN = frozenset(("attn_factor", "mscale", "mscale_all_dim"))
 
 
-def read_scaling(key: str, raw: Mapping[str, Any], config: Mapping[str, Any], max_context: int) -> RopeScaling | None:
+def read_scaling(key: str, raw: Mapping[str, object], config: Mapping[str, Any], max_context: int) -> RopeScaling | None:
     """What `rope_scaling` or `rope_parameters` (`key`) says. Raises ConfigError."""
     kind = _kind(raw)
     if raw.get("type") not in (None, kind):
@@ -106,7 +106,7 @@ def _of(key: str, raw: Mapping[str, Any], name: str, default: Any, kind: type) -
     return number({f"{key}.{name}": raw.get(name)}, f"{key}.{name}", default, kind)
 
 
-def _original_context(key: str, raw: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+def _original_context(key: str, raw: Mapping[str, object], config: Mapping[str, Any]) -> int | None:
     """The context that a model was first trained for: of the scaling, or beside it, as some families have it."""
     found = [_of(key, raw, _ORIGINAL, 0, int), number(config, _ORIGINAL, 0, int)]
     given = [value for value in found if value]

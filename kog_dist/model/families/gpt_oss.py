@@ -72,7 +72,7 @@ def _per_token(config: Mapping[str, Any]) -> int:
     return chosen
 
 
-def _with_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_rope(config: Mapping[str, Any]) -> Mapping[str, object]:
     """With the rotary base and scaling that a config means which does not say."""
     given = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key) is not None]
     changes: dict[str, Any] = {} if given else {"rope_scaling": _ROPE}

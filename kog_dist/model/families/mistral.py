@@ -22,7 +22,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     return read_dense(config, max_context=131_072, kv_heads=8, windows=windows)
 
 
-def _layer_types(config: Mapping[str, Any]) -> tuple[Any, ...]:
+def _layer_types(config: Mapping[str, Any]) -> tuple[object, ...]:
     return all_layers("full_attention" if config.get("sliding_window", _WINDOW) is None else "sliding_attention")(config)
 
 

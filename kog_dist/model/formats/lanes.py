@@ -50,7 +50,7 @@ class CodedSource(Protocol):
         """Where what was rounded is kept, or None."""
 
     @property
-    def manifest(self) -> Any:
+    def manifest(self) -> object:
         """Hashes, or None."""
 
     @property

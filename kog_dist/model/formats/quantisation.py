@@ -103,7 +103,7 @@ def _method(raw: Raw) -> object:
     return raw.get("quant_method") or ("modelopt" if "quant_algo" in raw else None)
 
 
-def from_modelopt_file(parsed: Raw) -> dict[str, Any]:
+def from_modelopt_file(parsed: Raw) -> dict[str, object]:
     """The `quantization_config` that a `hf_quant_config.json` stands for. Raises ConfigError."""
     raw = parsed.get("quantization")
     if not isinstance(raw, Mapping):
@@ -334,7 +334,7 @@ def _names_module(rule: str, module: str) -> bool:
 
 def _names(raw: Raw, *keys: str) -> tuple[str, ...]:
     """Of modules, under the first of the keys that is there."""
-    value: Any = next((raw[key] for key in keys if raw.get(key) is not None), [])
+    value: object = next((raw[key] for key in keys if raw.get(key) is not None), [])
     if not isinstance(value, list) or len(value) > _MAX_IGNORED or not all(isinstance(name, str) for name in value):
         raise ConfigError(f"{KEY}: {keys[0]} must be a list of names of modules, got {short(value)}")
     return tuple(value)

@@ -265,7 +265,7 @@ class RoundedCache:
         said = json.dumps([_MAGIC, ROUNDING_VERSION, asdict(self._form), lanes, verify, source])
         return f"{self._form.number.lower()}-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
 
-    def _identity(self, file: SafetensorsFile) -> list[Any]:
+    def _identity(self, file: SafetensorsFile) -> list[object]:
         """What tells whether a file is still the one that was read, where no manifest has hashes of its values."""
         _, inode, num_bytes, changed_ns = file.identity
         return [self._paths[file.path], inode, num_bytes, changed_ns, file.header_sha256]

@@ -34,7 +34,7 @@ _READ: Final = frozenset(
     rope.scale_linear vocab_size""".split()
 )
 # Keys that change the computation and that are not read, with the values that do not change it; others are left out.
-_CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
+_CHANGING: Final[Mapping[str, tuple[object, ...]]] = {
     **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_count", "leading_dense_block_count"), (0,)),
     **dict.fromkeys(("attention.sliding_window", "attention.chunk_size", "attention.max_alibi_bias"), (0,)),
     **dict.fromkeys(("attention.clamp_kqv", "attention.q_lora_rank", "attention.kv_lora_rank"), (0,)),
@@ -111,7 +111,7 @@ def read_config(header: GgufHeader, rope_factors: Callable[[], NDArray[np.float3
     return config if scaling is None else config | {"rope_scaling": scaling}
 
 
-def read_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def read_generation_config(metadata: Mapping[str, object]) -> dict[str, object]:
     """Ids that end an answer, and the model's own sampling where the file has one. Raises ValueError."""
     ids = [_number(metadata, f"tokenizer.ggml.{name}_token_id", int, NO_TOKEN) for name in ("eos", "eot", "eom")]
     config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(i for i in ids if i != NO_TOKEN))}
@@ -124,7 +124,7 @@ def read_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _number(values: Mapping[str, Any], key: str, kind: type, default: Any, prefix: str = "") -> Any:
+def _number(values: Mapping[str, Any], key: str, kind: type, default: object, prefix: str = "") -> Any:
     """A number; float32 as its shortest decimal: 1e-05 stays 1e-05."""
     value = values.get(key, default)
     if value is None:
@@ -164,7 +164,7 @@ def _vocab_size(header: GgufHeader, given: Mapping[str, Any]) -> int:
     return rows
 
 
-def _rope_scaling(given: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
+def _rope_scaling(given: Mapping[str, Any], prefix: str) -> dict[str, object] | None:
     kind = given.get("rope.scaling.type", "none")
     factor = _number(given, "rope.scaling.factor", float, 1.0, prefix)
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -172,7 +172,7 @@ def _rope_scaling(given: Mapping[str, Any], prefix: str) -> dict[str, Any] | Non
         return None if old == 1.0 else {"rope_type": "linear", "factor": old}
     if kind not in ("linear", "yarn"):
         raise ValueError(f"{prefix}rope.scaling.type {short(kind)} is not supported; supported: none, linear, yarn")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         for key, name in _OF_YARN.items():
             if f"rope.scaling.{key}" in given:

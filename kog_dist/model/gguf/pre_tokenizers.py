@@ -20,12 +20,12 @@ class Cut(NamedTuple):
     is_composed: bool = False
 
 
-def byte_level(*, use_regex: bool) -> dict[str, Any]:
+def byte_level(*, use_regex: bool) -> dict[str, object]:
     """Bytes as characters; with `use_regex` cut as GPT-2 does."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
-def _split(*patterns: str) -> list[dict[str, Any]]:
+def _split(*patterns: str) -> list[dict[str, object]]:
     found = [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in patterns]
     return [*found, byte_level(use_regex=False)]
 

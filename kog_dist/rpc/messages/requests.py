@@ -39,7 +39,7 @@ def _sampling(value: Any) -> SamplingParams:
         raise BadMessage(f"generate: {error}", ErrorCode.INVALID_REQUEST) from None
 
 
-def sampling_on_the_wire(params: SamplingParams) -> dict[str, Any]:
+def sampling_on_the_wire(params: SamplingParams) -> dict[str, object]:
     """What `Generate` sends of them: those that differ from their defaults. Biases are one flat array, a container of its own."""
     flat = [value for pair in params.logit_bias for value in pair]
     return params.given() | ({"logit_bias": flat} if flat else {})
