@@ -10,10 +10,12 @@ from __future__ import annotations
 import mmap
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kog_dist.cuda.device_array import DevicePointer
 from kog_dist.cuda.driver import HostMapping
 from kog_dist.decode.cpu.pool_sizes import states_within
 from kog_dist.decode.request import KvCopyKind, KvUse
@@ -68,8 +70,8 @@ class KvBlocks:
 
         self.shape, self._kv_ptr, self._slots, self._nets_ptr = shape, kv_ptr, slots, nets_ptr
         self._block_bytes, self._state_bytes = block_bytes(shape), net_bytes(shape)
-        self._memory: Any = cupy.cuda.Memory(slots * self._block_bytes)  # not of the pool, which rounds up
-        self._states: Any = cupy.cuda.Memory(states * self._state_bytes) if states else None
+        self._memory: DevicePointer = cupy.cuda.Memory(slots * self._block_bytes)  # not of the pool, which rounds up
+        self._states: DevicePointer | None = cupy.cuda.Memory(states * self._state_bytes) if states else None
         self._host = _HostMemory(host_slots * self._block_bytes) if host_slots else None
 
     def close(self) -> None:
@@ -101,6 +103,7 @@ class KvBlocks:
     def _copy_state(self, slot: int, cache: int, stream_ptr: int, *, saves: bool) -> None:
         from cupy.cuda import runtime
 
+        assert self._states is not None, "made without copies of states"
         own, kept = self._nets_ptr + cache * self._state_bytes, int(self._states.ptr) + slot * self._state_bytes
         to, source = (kept, own) if saves else (own, kept)
         runtime.memcpyAsync(to, source, self._state_bytes, _DEFAULT, stream_ptr)
@@ -131,7 +134,7 @@ class _HostMemory:
         self._mapping.close()
 
 
-def _touch(part: Any) -> None:
+def _touch(part: NDArray[np.uint8]) -> None:
     part[:: mmap.PAGESIZE] = 0
 
 

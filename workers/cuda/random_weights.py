@@ -15,7 +15,8 @@ from kog_dist.decode.coding import CODED_COLUMNS
 from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.layout import EMBEDDING, EXPERTS, tensor_layouts
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.cuda.device_weights import DeviceWeights, GpuArray, from_tensors, needed_rows, to_words
+from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
+from kog_dist.workers.cuda.expert_weights import GpuArray
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 _DRAWN = 1 << 24
