@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 from kog_dist.bench.report import print_json
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
+from kog_dist.late_numpy import Array
 from kog_dist.records import dataclass
 from kog_dist.rpc.output import write_out
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
 NUM_RESAMPLES: Final = 2000
 LEAST_REQUESTS: Final = 5  # fewer say nothing about how much they vary
@@ -126,7 +127,7 @@ def ratios(first: Mapping[str, Any], second: Mapping[str, object], seed: int = 0
     return found
 
 
-def _interval(first: NDArray[Any], second: NDArray[Any], seed: int) -> tuple[float, float]:
+def _interval(first: Array, second: Array, seed: int) -> tuple[float, float]:
     """Bounds of the ratio of medians, by the percentile bootstrap (Efron and Tibshirani 1993, chapter 13)."""
     import numpy as np
 
@@ -137,7 +138,7 @@ def _interval(first: NDArray[Any], second: NDArray[Any], seed: int) -> tuple[flo
     return float(low), float(high)
 
 
-def _resampled_medians(sample: NDArray[Any], generator: Any) -> NDArray[Any]:
+def _resampled_medians(sample: Array, generator: Any) -> Array:
     """(NUM_RESAMPLES,) medians of samples drawn with replacement, in blocks of bounded memory."""
     import numpy as np
 

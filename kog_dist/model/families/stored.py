@@ -7,7 +7,7 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, np
 from kog_dist.model.families.computation import Rule
 from kog_dist.model.formats.row_parts import RowPart
 from kog_dist.model.formats.source import Box
@@ -74,7 +74,7 @@ class StoredTensorName:
         for rows in file.box_rows(self.name, box, self.half_pairs or 1):  # whole heads
             yield from _in_buffers(np.ascontiguousarray(self.in_order(rows)), next_buffer)
 
-    def in_order(self, rows: NDArray[Any]) -> NDArray[Any]:
+    def in_order(self, rows: Array) -> Array:
         """Rows of whole heads (rows, ...) in the engine's order: rotary pairs side by side."""
         if not self.half_pairs:
             return rows
@@ -90,7 +90,7 @@ class StoredTensorName:
         return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _in_buffers(values: NDArray[Any], next_buffer: Callable[[], memoryview]) -> Iterator[memoryview]:
+def _in_buffers(values: Array, next_buffer: Callable[[], memoryview]) -> Iterator[memoryview]:
     rest = values.data.cast("B")
     while rest:
         buffer = next_buffer()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, Protocol
 
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, NDArray, np
 from kog_dist.model.families.delta_nets import parts, parts_of_next
 from kog_dist.model.formats.row_parts import RowPart
 from kog_dist.model.layers import DeltaNet, Experts
@@ -127,7 +127,7 @@ class FileRows(NamedTuple):
     """
 
     part: RowPart | None = None
-    moved: NDArray[Any] | None = None
+    moved: Array | None = None
 
     def of(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Rows [first, last) of the published tensor as runs of neighbours in the file."""
@@ -145,7 +145,7 @@ class FileRows(NamedTuple):
 class Change:
     """What was done to a tensor's values: `columns` are the file's, in published order; `undone` takes them back."""
 
-    columns: NDArray[Any] | None = None
+    columns: Array | None = None
     undone: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None
 
 
@@ -175,7 +175,7 @@ def all_parts(architecture: str, spec: ModelSpec) -> Iterator[tuple[str, RowPart
                     yield f"{prefix}.{expert}.{which}.weight", part
 
 
-def change_of(architecture: str, spec: ModelSpec, name: str) -> tuple[NDArray[Any] | None, Change]:
+def change_of(architecture: str, spec: ModelSpec, name: str) -> tuple[Array | None, Change]:
     """Of a published tensor: which row of the file each of its rows is, None if it is the same one; and what else was done."""
     if ".linear_attn." not in name:
         return None, Change(undone=less_one if name.endswith("norm.weight") else None)
