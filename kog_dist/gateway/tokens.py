@@ -36,7 +36,7 @@ class TokenizeRequest(RequestModel):
     continue_final_message: bool | None = Field(default=None, description="With messages: end within the last one.")
     add_special_tokens: bool | None = Field(default=None, description="Of a prompt. Default: yes.")
     return_token_strs: bool | None = Field(default=None, description="Also the text of each token.")
-    user: Any = ignored("it makes no difference here")
+    user: object = ignored("it makes no difference here")
 
 
 class DetokenizeRequest(RequestModel):

@@ -138,7 +138,7 @@ class StreamOptions(RequestModel):
 
     include_usage: bool | None = Field(default=None, description="A last chunk with the usage, and without choices.")
     continuous_usage_stats: bool | None = Field(default=None, description="As in vLLM: the usage so far in every chunk.")
-    include_obfuscation: Any = ignored("streams are not padded")
+    include_obfuscation: object = ignored("streams are not padded")
 
 
 class SamplingFields(RequestModel):
@@ -176,13 +176,13 @@ class SamplingFields(RequestModel):
         default=None, description="As in vLLM: only what requests with the same one have left is used again."
     )
     speculate: Speculate = None
-    metadata: Any = ignored("nothing is stored")
-    store: Any = ignored("nothing is stored")
-    safety_identifier: Any = ignored("nobody is reported")
-    service_tier: Any = ignored("there is one")
-    prompt_cache_retention: Any = ignored("the least recently used cache makes room")
-    prompt_cache_options: Any = ignored("caches are used whenever they fit")
-    priority: Any = ignored("requests run in turns")
+    metadata: object = ignored("nothing is stored")
+    store: object = ignored("nothing is stored")
+    safety_identifier: object = ignored("nobody is reported")
+    service_tier: object = ignored("there is one")
+    prompt_cache_retention: object = ignored("the least recently used cache makes room")
+    prompt_cache_options: object = ignored("caches are used whenever they fit")
+    priority: object = ignored("requests run in turns")
 
 
 class TextFormat(RequestModel):
