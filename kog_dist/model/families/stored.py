@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any
 
 from kog_dist.late_numpy import Array, np
 from kog_dist.model.families.computation import Rule
+from kog_dist.model.families.fields import Config
 from kog_dist.model.formats.row_parts import RowPart
 from kog_dist.model.formats.source import Box
 from kog_dist.model.layout import TensorLayout
@@ -119,7 +119,7 @@ class Family:
     """
 
     model_types: tuple[str, ...]
-    read_config: Callable[[Mapping[str, Any]], ModelSpec]
+    read_config: Callable[[Config], ModelSpec]
     stored_names: Callable[[ModelSpec, Mapping[str, TensorLayout]], Names]
     ignored: tuple[str, ...] = ()
     head: str = ""
@@ -129,7 +129,7 @@ class Family:
     own: Mapping[str, Rule] = field(default_factory=dict)
     has_experts: bool = False
     parts: Callable[[ModelSpec], Mapping[str, RowPart]] | None = None
-    prepared: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    prepared: Callable[[Config], Config] | None = None
     renamed: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
 

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from kog_dist.late_numpy import Array, NDArray, np
 from kog_dist.model.families.delta_nets import parts, parts_of_next
+from kog_dist.model.families.fields import Number
 from kog_dist.model.formats.row_parts import RowPart
 from kog_dist.model.layers import DeltaNet, Experts
 from kog_dist.model.spec import ModelSpec
@@ -75,11 +76,11 @@ CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
 class KeyReader(Protocol):
     """Reads a number of the metadata, by its key behind that of the architecture. Raises ValueError."""
 
-    def __call__(self, key: str, kind: type, default: Any) -> Any:
+    def __call__(self, key: str, kind: type[Number], default: Number | None) -> Number:
         """`default` where there is none; of None it must be there."""
 
 
-def read_delta_nets(architecture: str, given: Mapping[str, Any], number: KeyReader, head_dim: int) -> dict[str, Any]:
+def read_delta_nets(architecture: str, given: Mapping[str, object], number: KeyReader, head_dim: int) -> dict[str, Any]:
     """Keys of config.json that only these models have. Raises ValueError."""
     config: dict[str, Any] = {name: number(key, int, None) for key, name in _SIZES.items()}
     heads, inner = config["linear_num_value_heads"], number(_INNER, int, None)
@@ -111,7 +112,7 @@ def read_delta_nets(architecture: str, given: Mapping[str, Any], number: KeyRead
     return config
 
 
-def kv_heads(given: Mapping[str, Any], key: str) -> Any:
+def kv_heads(given: Mapping[str, object], key: str) -> Any:
     """The one number of KV heads where a list has 0 for each delta net; else what is given."""
     values = given.get(key)
     if not isinstance(values, list) or not values:

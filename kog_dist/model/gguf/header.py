@@ -63,7 +63,7 @@ class GgufHeader:
     """What a file says, found consistent with its size. Arrays of the metadata are lists."""
 
     path: Path
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, object]
     tensors: Mapping[str, GgufTensor]
     sha256: str  # of the header's bytes
     identity: FileIdentity
