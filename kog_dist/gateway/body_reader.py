@@ -145,7 +145,7 @@ class _Child:
         self.is_idle = True
         return answer
 
-    async def _exchange(self, head: bytes, raw: bytes) -> dict[str, Any]:
+    async def _exchange(self, head: bytes, raw: bytes) -> dict[str, object]:
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self._channel, LENGTH.pack(len(head)) + head + LENGTH.pack(len(raw)))

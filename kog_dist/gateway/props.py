@@ -39,7 +39,7 @@ def props(served: ServedModel, report: StatusReport | None) -> dict[str, object]
     }
 
 
-def slots(served: ServedModel, report: StatusReport | None) -> list[dict[str, Any]]:
+def slots(served: ServedModel, report: StatusReport | None) -> list[dict[str, object]]:
     """One for each request that may be decoded at the same time; behind a router those of all engines."""
     return [
         {"id": index, "n_ctx": served.max_context, "speculative": False, "is_processing": runs}

@@ -64,7 +64,7 @@ def _speed(service: Service) -> dict[str, object]:
     }
 
 
-def _engine(report: StatusReport) -> dict[str, Any]:
+def _engine(report: StatusReport) -> dict[str, object]:
     return {
         "state": str(report.state), "build": report.build, "pid": report.pid, "uptime_s": round(report.uptime_s, 3),
         "num_running": report.num_running, "parallel": report.parallel,

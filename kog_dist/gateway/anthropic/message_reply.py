@@ -21,7 +21,7 @@ _SIGNATURE: Final = "none"  # thoughts are not signed; clients want to send one 
 _PING: Final = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
-def event(kind: str, fields: Mapping[str, Any]) -> bytes:
+def event(kind: str, fields: Mapping[str, object]) -> bytes:
     """A server-sent event; its data has its type, too."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, **fields}))
 

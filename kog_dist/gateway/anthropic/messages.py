@@ -122,7 +122,7 @@ def _thinking(asked_for: ThinkingParam) -> dict[str, object]:
 def _output(request: MessagesRequest, effort: str | None) -> dict[str, object]:
     """How much the model thinks where it does, and what its answer follows. `effort`: what `thinking` says of it."""
     config = request.output_config
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     configs = (config, *(message.output_config for message in request.messages))
     efforts = [one.effort for one in configs if one is not None and one.effort is not None]
     if efforts and effort != "none":

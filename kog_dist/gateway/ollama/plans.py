@@ -86,7 +86,7 @@ def _common(request: Body) -> dict[str, object]:
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, object]]:
     """The messages of a chat. Calls have no ids here: results follow their calls in order, or name their tools."""
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     waiting: list[tuple[str, str]] = []  # ids and names of calls whose results are still to come
     num_calls = 0
     for message in messages:

@@ -70,7 +70,7 @@ class ApiError(KogError):
         self.message = message
         self.retry_after_s = retry_after_s
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """The JSON of the answer, also of the event that ends a stream."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 

@@ -52,11 +52,11 @@ class Ending(enum.Enum):
 
 def prompt_of(
     messages: Sequence[ChatMessage],
-    tools: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, object]],
     served: ServedModel,
     param: str = "messages",
     *,
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, object] | None = None,
     ending: Ending = Ending.ANSWER,
     is_enforced: bool = False,
     scope: str | None = None,
@@ -170,7 +170,7 @@ def _with_broken_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
     return plain | {"content": f"{content}\n{said}" if content else said}
 
 
-def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_thinking(message: Mapping[str, Any]) -> dict[str, object]:
     """The message as gpt-oss's template wants it: reasoning has another name, and before calls it has all of the text."""
     thought = "\n".join(filter(None, (message.get("reasoning_content"), message["content"] if message.get("tool_calls") else "")))
     changed = {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -240,7 +240,7 @@ def _plain_message(message: ChatMessage, where: str) -> dict[str, object]:
     return plain
 
 
-def _arguments(given: str | dict[str, Any] | None) -> dict[str, object] | str:
+def _arguments(given: str | dict[str, object] | None) -> dict[str, object] | str:
     """What an earlier call was given: an object, or a text that is none, as max_tokens leaves it."""
     if isinstance(given, dict):
         return given

@@ -138,7 +138,7 @@ def _call(item: InputItem, where: str) -> ToolCall:
     return ToolCall(id=_needed(item.call_id, f"{where}.call_id"), function=function)
 
 
-def _needed(value: Any, where: str) -> Any:
+def _needed(value: object, where: str) -> Any:
     if value is None:
         raise invalid(where, f"{where} is missing", "missing_required_parameter")
     return value

@@ -247,7 +247,7 @@ class ResponseReply(OneChoiceReply):
         number, self._num_events = self._num_events, self._num_events + 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, "sequence_number": number, **members}))
 
-    def _response(self, status: str, error: Mapping[str, Any] | None = None) -> dict[str, object]:
+    def _response(self, status: str, error: Mapping[str, object] | None = None) -> dict[str, object]:
         done = self._done
         response = {
             **self.outline,

@@ -60,7 +60,7 @@ class ToolUse:
         """The same for an answer that begins so."""
         return replace(self, reading=replace(self.reading, begins=begun.begins))
 
-    def fields(self, begun: Begun, answer_schema: str | None, served: ServedModel) -> dict[str, Any]:
+    def fields(self, begun: Begun, answer_schema: str | None, served: ServedModel) -> dict[str, object]:
         """The field of Generate that enforces a call, or an answer that satisfies a schema. Raises ApiError 400 above limits."""
         if self.bare:
             names, schemas = self.bare, list(self.required.values())
@@ -147,7 +147,7 @@ def _one_of(names: Sequence[str], schemas: Sequence[Mapping[str, object]]) -> di
 def _moved(schema: Mapping[str, Any], root: str) -> object:
     """The schema with references to its own root made into references to where it stands now."""
 
-    def refer(inner: dict[str, Any]) -> dict[str, object]:
+    def refer(inner: dict[str, object]) -> dict[str, object]:
         place = inner.get("$ref")
         return inner | {"$ref": root + place[1:]} if isinstance(place, str) and place.startswith("#") else inner
 

@@ -163,7 +163,7 @@ def _xml_values(schema: Mapping[str, Any]) -> dict[str, Mapping[str, object] | l
     if not isinstance(required, list) or not all(isinstance(key, str) and key in properties for key in required):
         return None
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    found: dict[str, Mapping[str, Any] | list[str] | None] = {}
+    found: dict[str, Mapping[str, object] | list[str] | None] = {}
     for key, value in properties.items():
         types = types_of(value, schema)
         if (
