@@ -31,7 +31,7 @@ class Finding:
 
     level: Level
     text: str
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
 
 
 def ok(text: str, **details: Any) -> Finding:

@@ -70,7 +70,7 @@ class Marks:
         self.runs = re.compile("[" + "".join(self._originals) + "]+" if self._originals else r"(?!)")
 
     # ---- values of the request ----
-    def marked(self, value: Any) -> Any:
+    def marked(self, value: object) -> Any:
         """A JSON value with its strings marked, keys too; roles and types are words of the API and stay as they are."""
         if isinstance(value, str):
             return self._marked_text(value)

@@ -377,7 +377,7 @@ class ModelSpec:
     # ---- config.json ----
     def to_config(self) -> dict[str, object]:
         """The `config.json` of this spec in the later field revision; `read_config` of it gives an equal spec."""
-        config: dict[str, Any] = {
+        config: dict[str, object] = {
             "architectures": ["LaneformerForCausalLM"],
             "model_type": MODEL_TYPES[0],
             "hidden_size": self.hidden_size,

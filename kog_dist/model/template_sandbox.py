@@ -119,9 +119,9 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         return formatted
 
-    def _marking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _marking(self, function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)  # with the attributes by which jinja2 passes a context
-        def marked(*args: Any, **kwargs: Any) -> Any:
+        def marked(*args: Any, **kwargs: object) -> Any:
             return self.marks.call(function, args, kwargs)
 
         return marked

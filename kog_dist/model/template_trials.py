@@ -43,7 +43,7 @@ def as_parts(content: object) -> object:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+def with_text_arguments(message: Mapping[str, Any]) -> dict[str, object]:
     """The message with the arguments of its calls as JSON texts."""
     calls = []
     for call in message.get("tool_calls", ()):

@@ -51,7 +51,7 @@ class FlagsOf:
             if not self.only or item.name in self.only
         ]
 
-    def _annotation(self, item: Field[Any], hint: object) -> Any:
+    def _annotation(self, item: Field[Any], hint: object) -> object:
         """What typer reads. A tuple is a flag that may be given several times."""
         kinds = {hint if get_origin(hint) is None else get_origin(hint), *get_args(hint)}
         kind: Any = next(kind for kind in (tuple, bool, int, float, str) if kind in kinds)

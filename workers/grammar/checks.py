@@ -49,7 +49,7 @@ def check_message(number: int, constraint: Constraint, cpu_s: float) -> dict[str
 class _Checker:
     """One check. `message`: what was asked."""
 
-    message: dict[str, Any]
+    message: dict[str, object]
     pid: int
     pidfd: int
     watch: StopWatch

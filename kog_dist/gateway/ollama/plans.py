@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from kog_dist.gateway.ollama.reply import OllamaReply, loaded
 from kog_dist.gateway.ollama.requests import Body, ChatBody, GenerateBody, OllamaMessage

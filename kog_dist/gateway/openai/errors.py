@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.errors import KogError
 from kog_dist.rpc.messages import Error, ErrorCode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.errors import CheckpointError
 from kog_dist.gateway.openai.errors import ApiError, invalid
@@ -26,7 +26,7 @@ class Thinking:
     `is_off`: no thought is wanted.
     """
 
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, object] = field(default_factory=dict)
     budget: int | None = None
     is_firm: bool = False
     is_off: bool = False

@@ -29,7 +29,7 @@ class Function:
 
     name: str
     description: str | None
-    parameters: Mapping[str, Any] | None
+    parameters: Mapping[str, object] | None
 
     def as_chat_tool(self) -> dict[str, object]:
         """The form that chat templates render."""
@@ -48,7 +48,7 @@ class ToolUse:
 
     offered: tuple[Function, ...] = ()
     reading: Reading = field(default_factory=Reading)
-    required: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    required: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     bare: tuple[str, ...] = ()
 
     @property

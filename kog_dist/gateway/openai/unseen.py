@@ -49,7 +49,7 @@ def _said_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, st
             yield f"tools[{idx}]", said
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

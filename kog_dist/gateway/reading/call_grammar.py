@@ -84,7 +84,7 @@ class CallGrammar:
             return self.text(f"{self._lead()} {self.schema(schema)}")
         return self.text(f'{self._channel()} "final" {self.tag(MESSAGE)} {self.schema(schema)}')
 
-    def _form(self, tools: str, source: str) -> tuple[str, Callable[[str, Mapping[str, Any]], str], str, str]:
+    def _form(self, tools: str, source: str) -> tuple[str, Callable[[str, Mapping[str, object]], str], str, str]:
         """What comes before the first call, a call, what is between two, what comes behind the last."""
         if tools == "channels":
             return "", self._in_channel, "", ""
@@ -101,7 +101,7 @@ class CallGrammar:
             return "", self._xml_or_json, '"\\n"', ""
         return "", self._in_tag, '"\\n"', ""
 
-    def _json(self, key: str) -> Callable[[str, Mapping[str, Any]], str]:
+    def _json(self, key: str) -> Callable[[str, Mapping[str, object]], str]:
         def call(name: str, schema: Mapping[str, Any]) -> str:
             head = f'{{"name": "{name}", "{key}": '
             return f'{_quoted(head)} {self.schema(schema)} "}}"'
@@ -112,7 +112,7 @@ class CallGrammar:
         inner = self._json("arguments")(name, schema)
         return f'{self.tag(TOOL_CALL)} "\\n" {inner} "\\n" {self.tag(TOOL_CALL_END)}'
 
-    def _deepseek(self, is_fenced: bool) -> Callable[[str, Mapping[str, Any]], str]:
+    def _deepseek(self, is_fenced: bool) -> Callable[[str, Mapping[str, object]], str]:
         def call(name: str, schema: Mapping[str, Any]) -> str:
             before, behind = (f"{name}\n```json\n", "\n```") if is_fenced else ("", "")
             kind = "function" if is_fenced else name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
@@ -75,7 +75,7 @@ def _per_token(config: Config) -> int:
 def _with_rope(config: Config) -> Mapping[str, object]:
     """With the rotary base and scaling that a config means which does not say."""
     given = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key) is not None]
-    changes: dict[str, Any] = {} if given else {"rope_scaling": _ROPE}
+    changes: dict[str, object] = {} if given else {"rope_scaling": _ROPE}
     nested = any(isinstance(raw, Mapping) and raw.get("rope_theta") is not None for raw in given)
     if config.get("rope_theta") is None and not nested:
         changes["rope_theta"] = _THETA

@@ -116,7 +116,7 @@ def read_config(header: GgufHeader, rope_factors: Callable[[], NDArray[np.float3
 def read_generation_config(metadata: Mapping[str, object]) -> dict[str, object]:
     """Ids that end an answer, and the model's own sampling where the file has one. Raises ValueError."""
     ids = [_number(metadata, f"tokenizer.ggml.{name}_token_id", int, NO_TOKEN) for name in ("eos", "eot", "eom")]
-    config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(i for i in ids if i != NO_TOKEN))}
+    config: dict[str, object] = {"eos_token_id": list(dict.fromkeys(i for i in ids if i != NO_TOKEN))}
     if not config["eos_token_id"]:
         del config["eos_token_id"]
     for key, name in _SAMPLING.items():

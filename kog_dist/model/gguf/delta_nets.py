@@ -62,7 +62,7 @@ _OF_GROUPS: Final = ("in_proj_qkvz.weight", "in_proj_ba.weight")
 _SECTIONS: Final = "rope.dimension_sections"  # of images; text turns as without
 READ: Final = frozenset((*_SIZES, *_OF_EXPERTS, _INNER, _INTERVAL, _RECURRENT, _NEXT_TOKENS, _SECTIONS))
 # Values that do not change the computation; see `config._CHANGING`.
-CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
+CHANGING: Final[Mapping[str, tuple[object, ...]]] = {
     "expert_weights_norm": (True,),
     "expert_gating_func": (0, 1),
     "expert_shared_count": (0, 1),
@@ -112,7 +112,7 @@ def read_delta_nets(architecture: str, given: Mapping[str, object], number: KeyR
     return config
 
 
-def kv_heads(given: Mapping[str, object], key: str) -> Any:
+def kv_heads(given: Mapping[str, object], key: str) -> object:
     """The one number of KV heads where a list has 0 for each delta net; else what is given."""
     values = given.get(key)
     if not isinstance(values, list) or not values:

@@ -6,7 +6,7 @@ Names and rules are those of llama.cpp (`src/llama-vocab.cpp`); expressions are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 
 class Cut(NamedTuple):
@@ -14,7 +14,7 @@ class Cut(NamedTuple):
     the file says otherwise. `is_composed`: texts are brought to NFC.
     """
 
-    pre_tokenizers: list[dict[str, Any]]
+    pre_tokenizers: list[dict[str, object]]
     ignores_merges: bool = False
     begins: bool = False
     is_composed: bool = False

@@ -57,7 +57,7 @@ def read_tokenizer(metadata: Mapping[str, object]) -> dict[str, Any]:
 def read_tokenizer_config(metadata: Mapping[str, object]) -> dict[str, object]:
     """A tokenizer_config.json: special tokens and the chat template. Raises ValueError."""
     tokens = _tokens(metadata)
-    config: dict[str, Any] = {}
+    config: dict[str, object] = {}
     for theirs, name in (("bos", "bos_token"), ("eos", "eos_token"), ("unknown", "unk_token"), ("padding", "pad_token")):
         token_id = _token_id(metadata, theirs, len(tokens))
         if token_id is not None:

@@ -69,7 +69,7 @@ def encode(message: Message) -> bytes:
     return frame
 
 
-def _packable(value: Any) -> Any:
+def _packable(value: Any) -> object:
     """What msgpack does not know: ids of a prompt, and sampling parameters."""
     return sampling_on_the_wire(value) if isinstance(value, SamplingParams) else value.tobytes()
 
