@@ -112,7 +112,7 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
     return found
 
 
-def ratios(first: Mapping[str, Any], second: Mapping[str, object], seed: int = 0) -> list[Ratio]:
+def ratios(first: Mapping[str, object], second: Mapping[str, object], seed: int = 0) -> list[Ratio]:
     """All lines of the comparison; the same seed gives the same intervals."""
     import numpy as np
 
@@ -191,7 +191,7 @@ def _rates(result: Mapping[str, object]) -> list[float]:
     return [1e3 / tpot for tpot in _tpots(result) if tpot > 0]
 
 
-_METRICS: Final[Sequence[tuple[str, str, bool, Callable[[Mapping[str, Any]], list[float]]]]] = (
+_METRICS: Final[Sequence[tuple[str, str, bool, Callable[[Mapping[str, object]], list[float]]]]] = (
     ("ttft", "ms", False, _ttfts),
     ("tpot", "ms", False, _tpots),
     ("p99 itl of an answer", "ms", False, _itl_tails),

@@ -94,7 +94,7 @@ def _library(
         return f"{str(error).strip().splitlines()[-1][:300]}"
 
 
-def _run(world_size: int, body: str, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> list[Any]:
+def _run(world_size: int, body: str, arguments: Mapping[str, object], environ: Mapping[str, str]) -> list[Any]:
     outcomes = run_ranks(world_size, body, arguments, deadline_s=_DEADLINE_S, device="cuda", environ={**ENVIRON, **environ})
     failed = [outcome for outcome in outcomes if outcome.status != 0]
     if failed:

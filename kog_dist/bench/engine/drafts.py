@@ -145,7 +145,7 @@ def _said(answer: Mapping[str, Any]) -> str:
     return json.dumps([message["content"], calls, answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]])
 
 
-def _ask(url: str, body: Mapping[str, object]) -> dict[str, Any]:
+def _ask(url: str, body: Mapping[str, object]) -> dict[str, object]:
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )

@@ -257,7 +257,7 @@ def _speed(answers: Sequence[TimedAnswer], about: dict[str, object]) -> dict[str
     }
 
 
-def _beside_first(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _beside_first(figures: list[dict[str, Any]]) -> list[dict[str, object]]:
     first = figures[0]
     return [
         figure | {"of_greedy": figure["us"] / first["us"], "of_greedy_best": figure["best_us"] / first["best_us"]}

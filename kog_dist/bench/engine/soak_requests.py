@@ -135,7 +135,7 @@ class RequestMix:
             beginning = beginning[: chance.randint(0, len(beginning))]
         return {"prompt_ids": (*beginning, *self._ids(chance.randint(0 if beginning else 1, 9)))}
 
-    def _sampling(self) -> dict[str, Any]:
+    def _sampling(self) -> dict[str, object]:
         chance = self._chance
         fields: dict[str, Any] = {"temperature": chance.choice((0.0, 0.0, 0.7, 1.0, 1.6)), "seed": chance.randint(0, 2**63 - 1)}
         if chance.random() < 0.65:

@@ -117,7 +117,7 @@ def _figure(count: int, tokens: int, ranks: Sequence[dict[str, Any]], reference:
     return figure
 
 
-def _cost(count: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+def _cost(count: int, rounds: Sequence[Sequence[float]]) -> dict[str, object]:
     """What hashes cost, printed."""
     hashed, bare = (min(medians[number] for medians in rounds) for number in (0, 1))
     cost = percentile([with_hashes / without - 1 for with_hashes, without in rounds], 0.5)

@@ -165,7 +165,7 @@ def first_difference(found: Sequence[Sequence[Any]], reference: Sequence[object]
     return min(firsts, default=None)
 
 
-def results_of_ranks(num_gpus: int, body: str, arguments: Mapping[str, Any], deadline_s: float) -> list[Any]:
+def results_of_ranks(num_gpus: int, body: str, arguments: Mapping[str, object], deadline_s: float) -> list[Any]:
     """What `body` ("module:function") has returned on each of the GPUs. Raises KogError with what went wrong on any."""
     try:
         outcomes = run_ranks(num_gpus, body, arguments, deadline_s=deadline_s, device="cuda")

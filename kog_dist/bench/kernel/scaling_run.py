@@ -79,7 +79,7 @@ class ScalingPlan:
 
 
 # ---- on a rank ----
-def decode_on_ranks(context: RankContext) -> dict[str, Any]:
+def decode_on_ranks(context: RankContext) -> dict[str, object]:
     """What one rank does. By context: `us` of its tokens, `bits` of each of its lanes' logits (SHA-256), `repeated_bits` of a
     launch that is repeated, and how many of the `repeats` had others. What the arguments ask for besides: `alone_us` of the
     weights by themselves and `memory_us` of these with keys and values, `long`, `samplings`, `builds`, `rounds` of the yardstick;

@@ -62,12 +62,12 @@ class GeneratingModel:
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **names)
         dtype = torch.float32 if options.device == "cpu" else "auto"
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **names).to(options.device).eval()
-        self.more: dict[str, Any] = {"prompt_lookup_num_tokens": options.lookup} if options.lookup else {}
+        self.more: dict[str, object] = {"prompt_lookup_num_tokens": options.lookup} if options.lookup else {}
         if options.compiled:
             self.more |= {"cache_implementation": "static"}
         self.lock = threading.Lock()
 
-    def prompt_of(self, body: Mapping[str, Any]) -> Any:
+    def prompt_of(self, body: Mapping[str, object]) -> Any:
         """Ids of the prompt."""
         if "messages" in body:
             return self.tokenizer.apply_chat_template(
