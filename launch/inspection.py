@@ -270,7 +270,7 @@ def _kept(target: Target) -> str:
 
 
 def _kept_states(target: Target) -> str:
-    """What these are, of a model with a state, each copy of which is large."""
+    """What these are in both memories, of a model with a state, each copy of which is large."""
     spec, block = target.checkpoint.spec, BLOCK_TOKENS
     if not spec.is_recurrent:
         return ""
@@ -278,7 +278,8 @@ def _kept_states(target: Target) -> str:
         from kog_dist.workers.cuda import kv_blocks
 
         shape = gpu_rank_shape(target.checkpoint, 0, target.world_size, target.kv_dtype)
-        block, (blocks, states) = kv_blocks.block_tokens(shape), kv_blocks.pool_slots(shape, target.kept_bytes)
+        pools = [kv_blocks.pool_slots(shape, num_bytes) for num_bytes in (target.kept_bytes, target.kept_host_bytes)]
+        block, (blocks, states) = kv_blocks.block_tokens(shape), map(sum, zip(*pools, strict=True))
     else:
         blocks, states = pool_slots(spec, spec.num_lanes // target.world_size, SINGLE_BYTES, target.kept_bytes)
     return f" ({states} copies of the state, {blocks * block} tokens)"

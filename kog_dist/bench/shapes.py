@@ -57,6 +57,23 @@ MOE: dict[str, Mapping[str, Any]] = {
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }  # fmt: skip
+_NETS: dict[str, Any] = {
+    "max_position_embeddings": 262_144, "head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "attn_output_gate": True,
+    "rope_theta": 1e7, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+DELTA_NETS: dict[str, Mapping[str, Any]] = {
+    "qwen3.5-4b": _config(
+        "qwen3_5_text", 2560, 32, 16, 4, 9216, 248320, **_NETS, linear_num_value_heads=32, tie_word_embeddings=True
+    ),
+    "qwen3.5-9b": _config("qwen3_5_text", 4096, 32, 16, 4, 12288, 248320, **_NETS, linear_num_value_heads=32),
+    "qwen3.5-27b": _config("qwen3_5_text", 5120, 64, 24, 4, 17408, 248320, **_NETS, linear_num_value_heads=48),
+    "qwen3.5-35b-a3b": _config(
+        "qwen3_5_moe_text", 2048, 40, 16, 2, 512, 248320, **_NETS, linear_num_value_heads=32, moe_intermediate_size=512,
+        shared_expert_intermediate_size=512, num_experts=256, num_experts_per_tok=8,
+    ),
+}  # fmt: skip
+SHAPES = DENSE | MOE | DELTA_NETS
 # What they say of quantised weights, by the name that follows a shape's.
 _INTEGERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 _ROWS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
@@ -96,13 +113,13 @@ def named_spec(name: str, *, others: Sequence[str] = ()) -> ModelSpec:
     base, at, tokens = name.partition("@")
     base, colon, lanes = base.partition(":")
     wrong = (colon and lanes not in ("1", "2", "4", "8")) or (at and not tokens.isdecimal())
-    if base in DENSE | MOE and not wrong:
-        spec = read_config((DENSE | MOE)[base])
+    if base in SHAPES and not wrong:
+        spec = read_config(SHAPES[base])
     elif Path(base).exists() and not wrong:
         path = Path(base)
         spec = read_config_file(path.parent if path.is_file() else path).spec
     else:
-        known = ", ".join((*others, "2b", *DENSE, *MOE))
+        known = ", ".join((*others, "2b", *SHAPES))
         raise ConfigError(
             f"--spec {name!r} is not known; known: {known}, or a config.json; NAME:1@8192 has one lane, 8,192 tokens"
         )
@@ -124,7 +141,7 @@ def _of_layers(name: str) -> tuple[ModelSpec, Coding | None]:
     end = next((i for i, character in enumerate(form) if character in ":@"), len(form))
     form, behind = form[:end], form[end:]
     folder = base if plus else base.partition("@")[0].partition(":")[0]
-    if folder not in DENSE | MOE and Path(folder).exists():
+    if folder not in SHAPES and Path(folder).exists():
         return _of_folder(Path(folder), form if plus else "none", behind if plus else name[len(folder) :])
     if not plus:
         said = read_quantisation(MOE.get(base.partition("@")[0].partition(":")[0], {}))

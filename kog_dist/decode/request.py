@@ -20,14 +20,15 @@ class KvCopyKind(enum.IntEnum):
     MOVE = 2  # from a slot to another one
     LOAD_STATE = 3  # from a slot for states to that of the KV cache: its state behind the first `place` positions
     SAVE_STATE = 4  # the other way round, once the request has come so far
+    MOVE_STATE = 5  # from a slot for states to another one
 
 
 class KvCopy(NamedTuple):
     """A copy of the keys and values of `KvLayout.block_tokens` neighbouring positions, in all layers.
 
-    `place`: number of the block in the request's KV cache, which begins at position `place * block_tokens`; of MOVE the slot that
-    gets them. See workers/coordinator/kept_blocks.py. Of a model with a state that every token changes: a copy of that, in slots
-    of its own (workers/coordinator/kept_states.py).
+    `place`: number of the block in the request's KV cache, which begins at position `place * block_tokens`; of moves the slot
+    that gets them. See workers/coordinator/kept_blocks.py. Of a model with a state that every token changes: a copy of that, in
+    slots of its own (workers/coordinator/kept_states.py).
     """
 
     kind: KvCopyKind

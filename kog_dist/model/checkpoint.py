@@ -453,16 +453,17 @@ def random_tensors(spec: ModelSpec, seed: int) -> dict[str, NDArray[np.float32]]
 
     Matrices have standard deviation 1/sqrt(fan-in), norm weights lie around 1, all different enough that a mix-up shows.
     """
-    return {name: _random_tensor(spec, name, layout.shape, seed) for name, layout in tensor_layouts(spec).items()}
+    return {name: _random_tensor(spec, name, layout, seed) for name, layout in tensor_layouts(spec).items()}
 
 
-def _random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+def _random_tensor(spec: ModelSpec, name: str, layout: TensorLayout, seed: int) -> NDArray[np.float32]:
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    values = rng.standard_normal(shape, dtype=np.float32)
+    values: NDArray[np.float32] = layout.of_all_lanes(rng.standard_normal(layout.drawn_shape, dtype=np.float32))
     if "norm." in name:
         values = np.float32(1.0) + np.float32(0.2) * np.clip(values, -3, 3)
     elif name != EMBEDDING:
-        fan_in = shape[-1] * (spec.num_lanes if name.endswith(("wo.weight", "w2.weight")) else 1)  # those are summed over lanes
+        # Those are summed over lanes.
+        fan_in = layout.shape[-1] * (spec.num_lanes if name.endswith(("wo.weight", "w2.weight")) else 1)
         values *= np.float32(fan_in**-0.5)
     out = np.empty_like(values)
     widen(narrow(values, "BF16").reshape(-1), "BF16", out.reshape(-1))

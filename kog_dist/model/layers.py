@@ -51,6 +51,10 @@ class AttentionMixer:
         """Query, key, value and gate rows."""
         return ((1 + self.gated) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
+    def sharing_lanes(self, num_lanes: int) -> int:
+        """Neighbouring lanes that have the same KV head."""
+        return max(num_lanes // self.num_kv_heads, 1)
+
     def lane_kv_heads(self, num_lanes: int) -> int:
         """KV heads of a lane. Where there are fewer than lanes, neighbouring lanes have the same one."""
         return max(self.num_kv_heads // num_lanes, 1)

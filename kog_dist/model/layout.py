@@ -31,12 +31,22 @@ class TensorLayout:
 
     `parts[l]` is (first, one past last) row of lane l. A tensor that is not divided has one part, all its rows; lane 0 checks
     it. Every row is in exactly one part: if each lane's rank checks the parts of the lane, every byte is checked exactly once.
-    `has_lanes`: the first dimension is lanes.
+    `has_lanes`: the first dimension is lanes, of which so many neighbouring ones as `sharing` says have equal rows.
     """
 
     shape: tuple[int, ...]
     parts: tuple[tuple[int, int], ...]
     has_lanes: bool = field(default=False, repr=False)
+    sharing: int = field(default=1, repr=False)
+
+    @property
+    def drawn_shape(self) -> tuple[int, ...]:
+        """Of random weights, where lanes that share rows have them once."""
+        return (self.shape[0] // self.sharing, *self.shape[1:])
+
+    def of_all_lanes(self, drawn: Any) -> Any:
+        """The tensor (`shape`) of an array of `drawn_shape`."""
+        return drawn if self.sharing == 1 else drawn.repeat(self.sharing, 0)
 
     @property
     def num_values(self) -> int:
@@ -108,9 +118,10 @@ def _layouts(spec: ModelSpec) -> Iterator[tuple[str, TensorLayout]]:
         yield head_name(spec), TensorLayout((vocab, columns), tuple(spec.vocab_slice(lane) for lane in range(lanes)))
 
 
-def lane_first(spec: ModelSpec, *shape: int) -> TensorLayout:
+def lane_first(spec: ModelSpec, *shape: int, sharing: int = 1) -> TensorLayout:
     """Of a tensor whose first dimension is lanes."""
-    return TensorLayout((spec.num_lanes, *shape), tuple((lane, lane + 1) for lane in range(spec.num_lanes)), has_lanes=True)
+    parts = tuple((lane, lane + 1) for lane in range(spec.num_lanes))
+    return TensorLayout((spec.num_lanes, *shape), parts, has_lanes=True, sharing=sharing)
 
 
 def shared(*shape: int) -> TensorLayout:
@@ -127,12 +138,13 @@ def _attention(spec: ModelSpec, mixer: AttentionMixer, prefix: str) -> Iterator[
     d, heads, kv_heads = spec.hidden_size, mixer.num_heads // spec.num_lanes, mixer.lane_kv_heads(spec.num_lanes)
     rows = {"wq": heads * mixer.head_dim, "wk": kv_heads * mixer.head_dim, "wv": kv_heads * mixer.head_dim}
     rows |= {"wgate": heads * mixer.head_dim} if mixer.gated else {}
+    sharing = dict.fromkeys(("wk", "wv"), mixer.sharing_lanes(spec.num_lanes))
     for name, count in rows.items():
-        yield f"{prefix}{name}.weight", lane_first(spec, count, d)
+        yield f"{prefix}{name}.weight", lane_first(spec, count, d, sharing=sharing.get(name, 1))
     yield f"{prefix}wo.weight", lane_first(spec, d, heads * mixer.head_dim)
     if mixer.qkv_bias:
         for name, count in rows.items():
-            yield f"{prefix}{name}.bias", lane_first(spec, count)
+            yield f"{prefix}{name}.bias", lane_first(spec, count, sharing=sharing.get(name, 1))
     if mixer.out_bias:
         yield f"{prefix}wo.bias", shared(d)
     if mixer.sinks:

@@ -192,6 +192,7 @@ RANK_CONTROL = Struct(
         Field("kv_num_slots", "u64", "blocks that the pool has room for in the device's memory"),
         Field("kv_num_host_slots", "u64", "and behind these in the host's"),
         Field("kv_num_states", "u64", "copies of states that the pool has room for"),
+        Field("kv_num_host_states", "u64", "and behind these in the host's memory"),
         Field("kv_state_stride", "u64", "tokens of a prompt that change a state together: it is copied behind all of them"),
         Field("epochs_waited", "u64", "1 + epochs of peers not there at the first look, as in EpochWaits; 0: not counted"),
         Field("waited_ns", "u64", "how long it waited for them, all together"),

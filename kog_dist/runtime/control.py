@@ -58,6 +58,7 @@ _KV_LAYOUT = tuple(  # the fields of KvLayout
         "kv_num_host_slots",
         "kv_num_states",
         "kv_state_stride",
+        "kv_num_host_states",
     )
 )
 _HEEDS_ROUSING, _HAS_PREFILL = RANK_CONTROL.word("heeds_rousing"), RANK_CONTROL.word("has_prefill")
@@ -95,8 +96,9 @@ class RankState(enum.IntEnum):
 class KvLayout:
     """The KV caches of every rank, and its block pool. A windowed layer may keep only the newest `ring_positions` of a cache; 0:
     it keeps all. Blocks have `block_tokens` positions, and there are slots for `num_slots` of them in the device's memory, and
-    behind these for `num_host_slots` in the host's. `num_states`: copies of a state that every token changes.
-    `state_stride`: bits of a state hang on where a prompt's tokens are divided, unless between so many of them.
+    behind these for `num_host_slots` in the host's. `num_states`: copies of a state that every token changes, and behind these
+    `num_host_states` in the host's memory. `state_stride`: bits of a state hang on where a prompt's tokens are divided, unless
+    between so many of them.
     """
 
     num_caches: int
@@ -106,6 +108,7 @@ class KvLayout:
     num_host_slots: int = 0
     num_states: int = 0
     state_stride: int = 1
+    num_host_states: int = 0
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from kog_dist.rpc.messages import ErrorCode, Tokens
 from tests.e2e.conftest import without_progress
 from tests.e2e.test_quantised import NUM_TOKENS, PROMPT_IDS, ask
 from tests.unit import moe_models
-from tests.unit.made_models.test_published import CODE, SHAPES
+from tests.unit.made_models.test_published import CODE, NOT_OF_THE_ORACLE, SHAPES
 
 
 @pytest.mark.timeout(300)
@@ -48,8 +48,9 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_made_model_in_mxfp4_writes_its_text(tmp_path: Path) -> None:
-    write_published(tmp_path, SHAPES["gpt_oss"], chain=TextChain.of([CODE]))
+@pytest.mark.parametrize("family", sorted(NOT_OF_THE_ORACLE))
+def test_a_made_model_writes_its_text(family: str, tmp_path: Path) -> None:
+    write_published(tmp_path, SHAPES[family], chain=TextChain.of([CODE]))
     with running(str(tmp_path), "--device=cpu", "--ranks=2") as (_, client):
         told = [event.text for event in client.generate(prompt="What is it?", max_tokens=100) if isinstance(event, Tokens)]
     assert "".join(told) == CODE

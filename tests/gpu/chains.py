@@ -18,12 +18,11 @@ from kog_dist.bench.engine.session import engine_session
 from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.bench.made_models.published import write_published
 from kog_dist.bench.report import finishing, machine
-from kog_dist.bench.shapes import DENSE, MOE, model_folder, named_spec
+from kog_dist.bench.shapes import SHAPES, model_folder, named_spec
 from kog_dist.errors import KogError
 from kog_dist.foreign_file import read_text
 from tests.e2e.http_engine import HttpEngine, http_engine
 
-SHAPES = DENSE | MOE
 CONTEXT = 8192
 _READY_S = 240.0  # of a start that rounds all weights, and compiles what nobody has built beforehand
 # Of an edit each so many-th line is another one, which changes 3 and 15 % of a text's tokens; renames of the workload of

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.bench.made_models.published import write_published
+from kog_dist.bench.shapes import SHAPES
 from kog_dist.errors import KogError
-from tests.gpu.chains import SHAPES, texts
+from tests.gpu.chains import texts
 
 _MOST_TOKENS = 1024  # of an answer, which ends before
 

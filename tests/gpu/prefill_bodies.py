@@ -48,7 +48,9 @@ def fill(context: RankContext) -> dict[str, Any]:
         kernel.launch(1)
         kernel.finish()
         logits.append(kernel.logits.get().tolist())
-        heads.append([[_digest(cache, layout, layer, head) for head in range(layout.heads)] for layer in range(spec.num_layers)])
+        heads.append(
+            [[_digest(cache, layout, layer, head) for head in range(layout.kv_heads)] for layer in range(spec.num_layers)]
+        )
         context.rendezvous.barrier(context.deadline)
         kernel.begin(ids[: end + 1], 1, SamplingParams(), first_position=end)
         kernel.launch(1)

@@ -23,7 +23,8 @@ pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
 
 from kog_dist.bench.engine.session import engine_session
 from kog_dist.bench.fakes.tiny_delta_model import WITH_EXPERTS, write_tiny_delta_model
-from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.request import DecodeRequest, KvCopyKind
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, Tokens
 from kog_dist.runtime.control import ControlPage
@@ -71,12 +72,17 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_states, "STEP", STEP)
 
 
-def served(folder: Path, parallel: int = 1, *, kept_bytes: int = 1 << 29, prefill: str = "off", quantize: str = "none") -> Served:
+def served(
+    folder: Path, parallel: int = 1, *, kept_bytes: int = 1 << 29, kept_host_bytes: int = 0, prefill: str = "off",
+    quantize: str = "none",
+) -> Served:  # fmt: skip
+    """With drafts, but for experts beside a shared one, which have none."""
     control = ControlPage.create(1, CONTEXT, vocab_size=VOCAB, parallel=parallel)
     info = RankInfo(0, 1, 0, "delta", control_fd=control.fd, rendezvous_fd=control.fd)
+    drafts = open_checkpoint(folder, verify=False).spec.experts is None
     args = WorkerArgs(
-        info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill=prefill, drafts=True, parallel=parallel,
-        num_kv_caches=parallel + 1, kept_bytes=kept_bytes, quantize=quantize,
+        info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill=prefill, drafts=drafts, parallel=parallel,
+        num_kv_caches=parallel + 1, kept_bytes=kept_bytes, kept_host_bytes=kept_host_bytes, quantize=quantize,
     )  # fmt: skip
     engine = CudaEngine(args, control)
     return Served(engine, control, VOCAB, None, engine.startup, READY_S, is_recurrent=True)
@@ -167,6 +173,26 @@ def test_prefill_gives_the_bits_of_a_request_that_reads_all(kind: str, parallel:
         assert engine.slots.kept_states.num_used > 10
     with closing(served(folder, kept_bytes=0, prefill="on")) as engine:
         compare(engine, mixed, reuse_kv=False)
+
+
+@one_gpu
+def test_copies_come_back_from_the_host(folder: Path) -> None:
+    """A conversation that others have driven out of the GPU's pool says bit for bit what it says from scratch."""
+    first = asked(ids(900, 1), 100, digests=True)
+    others = [asked(ids(600, seed), 2) for seed in range(2, 12)]
+    with closing(served(folder, kept_bytes=64 << 20, kept_host_bytes=1 << 30)) as engine:
+        for one in (first, *others):
+            engine.run([one], random.Random(1))
+        again = asked([*first.request.prompt, *said(first), 7], 40, digests=True)
+        use = engine.slots.submit(engine.slots.slots[0], again.request, reuse_kv=True).kv
+        while engine.slots.busy:
+            engine.hear([again], Deadline.after(PATIENCE_S))
+        slots = [copy.slot for copy in use.copies if copy.kind is KvCopyKind.LOAD_STATE]
+        assert use.num_cached == 999
+        assert slots[0] >= engine.slots.kept_states.num_slots, "of the host"
+        assert num_missed(engine) == 0
+    with closing(served(folder, kept_bytes=0)) as engine:
+        compare(engine, [again], reuse_kv=False)
 
 
 @one_gpu

@@ -64,25 +64,58 @@ def num_missed(engine: Turns) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kept_bytes", "prefill"), [(1 << 19, False), (1 << 22, False), (0, False), (1 << 19, True), (1 << 22, True)]
+    ("kept_bytes", "host_bytes", "prefill"),
+    [
+        (1 << 19, 0, False),
+        (1 << 19, 1 << 22, False),
+        (1 << 22, 0, False),
+        (0, 0, False),
+        (1 << 19, 1 << 22, True),
+        (1 << 22, 0, True),
+    ],
 )
 def test_every_answer_is_that_of_the_request_alone(
-    kept_bytes: int, prefill: bool, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
+    kept_bytes: int, host_bytes: int, prefill: bool, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is kept, and whoever runs beside it: with few copies of states, with many, and with none. Prefill rounds otherwise
+    """Whatever is kept, and whoever runs beside it: with few copies of states, with many, and with none; where they have room on
+    the host more are found. Prefill rounds otherwise
     than the kernel, and where chunks are not divided between its blocks.
     """
     chance = random.Random(5)
     asked = drawn(chance, 24)
-    with turns(NETS, PARALLEL, monkeypatch, prefill=prefill, kept_bytes=kept_bytes, rounds=True) as engine:
+    options: dict[str, Any] = {"prefill": prefill, "kept_bytes": kept_bytes, "kept_host_bytes": host_bytes, "rounds": True}
+    with turns(NETS, PARALLEL, monkeypatch, **options) as engine:
         engine.run(asked, chance)
         assert num_missed(engine) == 0
         assert engine.gpu.num_shared == 0, "they take turns"
         assert (made[KINDS.SAVE_STATE] > 20) is bool(kept_bytes)
-        assert kept_bytes < 1 << 22 or made[KINDS.LOAD_STATE] > 2
+        assert max(kept_bytes, host_bytes) < 1 << 22 or made[KINDS.LOAD_STATE] > 2
+        assert (made[KINDS.MOVE_STATE] > 5) is bool(host_bytes)
     with turns(NETS, 1, monkeypatch, prefill=prefill, kept_bytes=0, rounds=True) as engine:
         compare(engine, asked, reuse_kv=False)
     assert {one.entries[-1].finish for one in asked} >= {Finish.LENGTH, Finish.CANCELLED}
+
+
+def test_a_conversation_that_others_have_driven_out_comes_back_from_the_host(
+    made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read anew behind its last copy, in whatever memory that is; without room on the host it is read anew as a whole."""
+    prompts = [[*range(first, 100), *range(first)] for first in range(40)]
+    num_cached = []
+    for host_bytes in (0, 1 << 24):
+        with turns(NETS, 1, monkeypatch, prefill=False, kept_bytes=1 << 20, kept_host_bytes=host_bytes) as engine:
+            first = Asked(DecodeRequest(prompts[0], 40))
+            for one in (first, *(Asked(DecodeRequest(prompt, 2)) for prompt in prompts[1:])):
+                engine.run([one], random.Random(1))
+            later = Asked(DecodeRequest([*prompts[0], *(entry.token_id for entry in first.entries), 5], 20))
+            before = engine.gpu.num_passes
+            engine.run([later], random.Random(1))
+            num_cached.append(len(later.request.prompt) + 19 - (engine.gpu.num_passes - before))
+            assert num_missed(engine) == 0
+            assert (made[KINDS.MOVE_STATE] > 30) is bool(host_bytes)
+    assert num_cached == [0, 139], "the last token of its answer was not in the cache"
+    with turns(NETS, 1, monkeypatch, prefill=False, kept_bytes=0) as engine:
+        compare(engine, [later], reuse_kv=False)
 
 
 @pytest.mark.parametrize("prefill", [False, True])
@@ -110,7 +143,7 @@ def test_launches_with_drafts_end_where_copies_are_made(
 
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_a_conversation_reads_what_is_new(
+def test_a_conversation_reads_reads_what_is_new(
     parallel: int, prefill: bool, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each turn begins behind the end of the last one, or behind the last whole step in front of where it was left. Of a prompt
@@ -249,6 +282,12 @@ def test_copies_are_made_of_a_state_that_stands_there() -> None:
     assert states.saved(replace(use, copies=(*saves, block))) == (saves[1], block)
     assert states.use(KvUse(0, 0, 9, (KvCopy(KINDS.LOAD_STATE, 1, 9),)), is_gone=False).num_cached == 9
     assert states.use(KvUse(0, 0, 8, (KvCopy(KINDS.LOAD_STATE, 0, 8),)), is_gone=False).num_cached == 0
+    moves = [KvCopy(KINDS.MOVE_STATE, slot, place) for slot, place in ((1, 5), (0, 6), (0, 5))]
+    assert states.saved(replace(use, copies=tuple(moves[:2]))) == (moves[0],), "nothing stands in slot 0"
+    assert states.use(KvUse(0, 0, 9, (KvCopy(KINDS.LOAD_STATE, 5, 9),)), is_gone=False).num_cached == 9
+    assert states.use(KvUse(0, 0, 9, (KvCopy(KINDS.LOAD_STATE, 1, 9),)), is_gone=False).num_cached == 0, "it has moved"
+    assert states.saved(replace(use, copies=(moves[2],))) == ()
+    assert states.use(KvUse(0, 0, 9, (KvCopy(KINDS.LOAD_STATE, 5, 9),)), is_gone=False).num_cached == 0, "another was to be there"
 
 
 @pytest.mark.parametrize(("prefill", "changes"), [("off", {}), ("auto", {}), ("off", WITH_EXPERTS)])

@@ -96,7 +96,7 @@ class Turns(Served):
 
     def __init__(
         self, spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, *, prefill: bool = True, shares: bool = False,
-        kept_bytes: int = 1 << 22, rounds: bool = False,
+        kept_bytes: int = 1 << 22, kept_host_bytes: int = 0, rounds: bool = False,
     ) -> None:  # fmt: skip
         """`rounds`: see `PlayedRunner`."""
         monkeypatch.setattr(cuda_caches, "BLOCK", SIZES[0])
@@ -113,7 +113,7 @@ class Turns(Served):
         info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
         args = WorkerArgs(info, "model", "cuda:0", "bfloat16", True, PATIENCE_S, PATIENCE_S)
         args = replace(args, parallel=parallel, num_kv_caches=CACHES, drafts=drafts, kept_bytes=kept_bytes)
-        engine = CudaEngine(args, control)
+        engine = CudaEngine(replace(args, kept_host_bytes=kept_host_bytes), control)
         engine._gpu.loaded, engine._gpu.max_context, engine._drafting.with_processors = kernel, CONTEXT, drafts
         kernel.try_together()
         tried = int(bool(kernel.most_together() > 1))

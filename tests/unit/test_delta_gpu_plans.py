@@ -10,6 +10,7 @@ import pytest
 
 from kog_dist.config import LaunchConfig
 from kog_dist.decode.coding import Coding
+from kog_dist.decode.plan.validate import validate
 from kog_dist.errors import ConfigError
 from kog_dist.launch import gpu_choice
 from kog_dist.launch.gpu_choice import BESIDES_BYTES, GpuChoice, choose_gpus, gpu_rank_bytes, gpu_rank_shape
@@ -20,7 +21,9 @@ from kog_dist.model.checkpoint import Checkpoint, planned_checkpoint
 from kog_dist.model.published_config import read_config
 from kog_dist.workers.cuda import draft_builds
 from kog_dist.workers.cuda.coded_source import coding_of
+from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.kernel_words import word_findings
 from kog_dist.workers.cuda.kv_blocks import pool_slots
 from kog_dist.workers.cuda.model_limits import untried
 from kog_dist.workers.engines.cuda_device import kernel_shapes
@@ -54,7 +57,7 @@ def choice_of(model: Checkpoint, free: int = FREE, **options: str | int) -> GpuC
 def test_a_rank_has_a_state_with_each_kv_cache(model: Checkpoint) -> None:
     one, four = (gpu_rank_bytes(model, 0, 1, "bfloat16", parallel=n, num_caches=n) for n in (1, 4))
     assert (one["states"], four["states"]) == (STATE, 4 * STATE)
-    assert one["cache"] == 16 * 8 * 32768 * 2 * 256 * 2, "of eight lanes, in one layer of four"
+    assert one["cache"] == 16 * 4 * 32768 * 2 * 256 * 2, "of four KV heads, which eight lanes have, in one layer of four"
     spec = model.spec
     vectors = 48 * (10240 * 4 + 2 * 48 + 128) + 16 * 2 * 256
     norms = (2 * 64 + 1) * spec.hidden_size
@@ -76,7 +79,23 @@ def test_requests_take_turns_and_copies_have_what_is_spare(model: Checkpoint) ->
     kept, _ = kept_on_gpus(LaunchConfig(gpus="1"), unasked.spare_bytes, 1, of_state=STATE)
     assert kept == 16 * GIB
     slots, states = pool_slots(gpu_rank_shape(model, 0, 1, "bfloat16"), kept)
-    assert (states, slots) == (12 * GIB // STATE, (kept - 12 * GIB // STATE * STATE) // (256 * 131_072))
+    assert (states, slots) == (12 * GIB // STATE, (kept - 12 * GIB // STATE * STATE) // (256 * 65_536))
+
+
+@pytest.mark.parametrize(("name", "cache_gib", "spare_gib"), [("Qwen3.5-27B", 8, 25), ("Qwen3.5-35B-A3B", 2.5, 60)])
+def test_contexts_of_131_072_fit_one_gpu(name: str, cache_gib: float, spare_gib: int, tmp_path: Path) -> None:
+    """In 16 bit, with prefill, and room for copies of states."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    long = planned_checkpoint(tmp_path, context=131_072)
+    choice, shape = choice_of(long, gpus="1", context=131_072), gpu_rank_shape(long, 0, 1, "bfloat16")
+    assert (choice.count, choice.context, choice.prefill) == (1, 0, "auto")
+    assert shape.cache.num_bytes == cache_gib * GIB
+    assert choice.spare_bytes > spare_gib * GIB
+    assert (
+        min(pool_slots(shape, kept_on_gpus(LaunchConfig(gpus="1"), choice.spare_bytes, 1, of_state=choice.state_bytes)[0])) > 30
+    )
+    assert validate(kernel_plan([shape])) == []
+    assert word_findings(shape) == ()
 
 
 def test_less_than_a_copy_is_refused_or_not_taken() -> None:

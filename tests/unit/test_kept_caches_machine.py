@@ -155,14 +155,14 @@ class KeptStatesMachine(RuleBasedStateMachine):
 
     @initialize(
         num_caches=st.integers(1, 4), states=st.sampled_from([0, 1, 3, 7, 500]), slots=st.sampled_from([0, 3, 12, 500]),
-        stride=st.sampled_from([1, 4]),
+        stride=st.sampled_from([1, 4]), host_states=st.sampled_from([0, 2, 20]),
     )  # fmt: skip
-    def begin(self, num_caches: int, states: int, slots: int, stride: int) -> None:
+    def begin(self, num_caches: int, states: int, slots: int, stride: int, host_states: int) -> None:
         self.patches = ExitStack()
         self.patches.enter_context(patch.object(kept_states, "STEP", STEP))
         self.patches.enter_context(patch.object(kept_caches, "_WORTH", 1))
-        layout = KvLayout(num_caches, 0, BLOCK_TOKENS if slots else 0, slots, 0, states, stride)
-        self.stride, self.decoded = stride, set[int]()
+        layout = KvLayout(num_caches, 0, BLOCK_TOKENS if slots else 0, slots, 0, states, stride, host_states)
+        self.stride, self.num_slots, self.decoded = stride, states, set[int]()
         self.books = KeptCaches(layout, None, is_recurrent=True, parallel=num_caches)
         self.caches = [TwinState() for _ in range(num_caches)]
         self.blocks: dict[int, dict[int, int]] = {}
@@ -207,6 +207,7 @@ class KeptStatesMachine(RuleBasedStateMachine):
         assert all((place - use.num_cached) % self.stride == 0 for place in places), "bits hang on which copies are made"
         self.decoded.update(run.sequence[len(prompt) :])
         slots = {copy.slot for copy in run.saves}
+        assert max(slots, default=-1) < self.num_slots, "a copy is made on the device"
         assert not any(slots & other.own_slots for other in self.running), "a slot for copies of two that run"
         if self.is_roomy and reuse:
             common = max((num_common(array("I", other), array("I", prompt[:-1])) for other in self.kept[scope]), default=0)
@@ -274,6 +275,9 @@ class KeptStatesMachine(RuleBasedStateMachine):
             if kind is KvCopyKind.SAVE:
                 first = place * BLOCK_TOKENS
                 self.blocks[slot] = {at: cache.keys[first + at] for at in range(BLOCK_TOKENS) if first + at in cache.keys}
+            elif kind is KvCopyKind.MOVE_STATE:
+                assert slot < self.num_slots <= place
+                self.states[place] = self.states.pop(slot)
             else:
                 assert (kind, place) == (KvCopyKind.SAVE_STATE, len(cache.state))
                 self.states[slot] = cache.state
@@ -319,7 +323,13 @@ def test_in_crowds_with_few_slots_for_copies() -> None:
     chance = random.Random(1)
     for _ in range(NUM_CROWDS):
         crowd = KeptStatesMachine()
-        crowd.begin(chance.randint(2, 4), chance.choice([2, 3, 5, 9]), chance.choice([12, 500]), chance.choice([1, 4]))
+        crowd.begin(
+            chance.randint(2, 4),
+            chance.choice([2, 3, 5, 9]),
+            chance.choice([12, 500]),
+            chance.choice([1, 4]),
+            chance.choice([0, 2, 20]),
+        )
         for _ in range(NUM_STEPS):
             step = chance.random()
             if step < 0.3:

@@ -147,6 +147,27 @@ def test_slots_of_a_request_that_runs_are_its_own_until_it_has_ended() -> None:
     assert set(states._oldest()) == {0, 1, 2, 3}
 
 
+def test_copies_that_would_make_room_move_to_the_host() -> None:
+    """Half of the slots at most, where no request has them; the host forgets what was used before them."""
+    states = KeptStates(4, num_host_slots=3)
+    states.made("", ids(20), [(4, 0), (8, 1), (12, 2), (16, 3)])
+    states.use({8: 1}, 1, ())
+    states.reserve((2,))
+    assert states.spill() == [(0, 4), (3, 5)]
+    assert (states.find("", ids(20)), states.num_used) == ({4: 4, 8: 1, 16: 5}, 4), "what stands in a request's slot is its own"
+    assert states.spill() == [], "slots are free"
+    assert {slot for _, slot in states.places(0, 2000, 700, (), {}, None)} <= {0, 1, 3}, "none of the host"
+    states.release((2,))
+    states.use({4: 4}, 4, ())
+    states.made("", ids(9, 50), [(9, 0)])
+    states.made("", ids(9, 60), [(9, 3)])
+    assert states.spill() == [(2, 6), (1, 5)]
+    assert states.find("", ids(20)) == {4: 4, 8: 5, 12: 6}
+    assert KeptStates(4).spill() == []
+    states.clear()
+    assert (states.find("", ids(20)), states.num_used, states.spill()) == ({}, 0, [])
+
+
 def test_a_request_leaves_half_of_the_slots_to_those_that_may_begin() -> None:
     books = KeptCaches(KvLayout(4, 0, 64, 500, 0, 16), None, is_recurrent=True, parallel=4)
     uses = [books.take(ids(9000, first), reuse=True, num_answer=4096) for first in range(0, 40_000, 10_000)]

@@ -143,7 +143,8 @@ def test_shapes_of_published_delta_nets_are_sums_over_their_layers(name: str, nu
     assert shape.delta is not None
     inputs, rows = shape.ops[Phase.DELTA_IN], shape.lanes_of(Phase.DELTA_IN) * shape.delta.rows
     assert inputs.rows * inputs.blocks * shape.num_ctas <= 1.1 * rows or shape.lanes_of(Phase.DELTA_IN) == shape.num_lanes
-    kv_heads = max(text["num_key_value_heads"], lanes) // num_ranks
+    kv_heads = max(text["num_key_value_heads"] // num_ranks, 1)
+    assert (shape.cache.kv_heads, lanes // num_ranks % shape.cache.sharing_lanes) == (kv_heads, 0)
     assert shape.cache.layers == tuple(range(3, layers, 4))
     assert shape.cache.num_bytes == layers // 4 * kv_heads * 4096 * 2 * 256 * 2
     heads, items = text["linear_num_value_heads"] // num_ranks, shape.delta.items * shape.num_lanes
@@ -193,7 +194,7 @@ def test_shapes_of_published_experts_beside_delta_nets(name: str, num_ranks: int
     shared = [experts.taped[op].num_values * shape.num_ctas * counts[op] for op in (Phase.GATE_UP, Phase.DOWN)]
     # As wide as the others, and on the tape. On four ranks 256 rows are two of a thread block, and gate and up of two are four.
     assert sum(shared) == layers * of_expert if num_ranks < 4 else sum(shared) <= 2 * layers * of_expert
-    of_position = layers // 4 * shape.num_lanes * 2 * 256 * 2  # keys and values, each lane's
+    of_position = layers // 4 * max(2 // num_ranks, 1) * 2 * 256 * 2  # keys and values of two heads, or one on each rank
     assert kv_bytes_read(shape, 100) == 100 * of_position
     most = 1.06 if num_ranks < 4 else 1.12
     assert spec.bytes_per_token() <= num_ranks * shape.tape.read_bytes <= most * spec.bytes_per_token()

@@ -98,20 +98,21 @@ def test_positions_and_states_of_delta_nets_go_to_slots_and_back() -> None:
     caches = rng.integers(0, 9, batches).astype(np.uint8)
     nets = rng.integers(0, 9, (2, shape.delta.num_bytes)).astype(np.uint8)
     before = caches.copy(), nets.copy()
-    blocks = KvBlocks(shape, caches.ctypes.data, 1, 0, nets_ptr=nets.ctypes.data, states=3)
+    blocks = KvBlocks(shape, caches.ctypes.data, 1, 0, nets_ptr=nets.ctypes.data, states=3, host_states=2)
     saves = KvCopy(KvCopyKind.SAVE_STATE, 2, 7), KvCopy(KvCopyKind.SAVE, 0, 1), KvCopy(KvCopyKind.SAVE_STATE, 1, 9)
     blocks.copy(KvUse(cache=1, copies=saves[:2]), STREAM)
     nets[1].fill(77)
     blocks.copy(KvUse(cache=1, copies=saves[2:]), STREAM)
     assert np.array_equal(caches, before[0])
+    blocks.copy(KvUse(copies=(KvCopy(KvCopyKind.MOVE_STATE, 2, 4), KvCopy(KvCopyKind.MOVE_STATE, 1, 2))), STREAM)  # to the host
     nets.fill(255)
     caches.fill(0)
-    blocks.copy(KvUse(cache=0, copies=(KvCopy(KvCopyKind.LOAD, 0, 1), KvCopy(KvCopyKind.LOAD_STATE, 2, 7))), STREAM)
+    blocks.copy(KvUse(cache=0, copies=(KvCopy(KvCopyKind.LOAD, 0, 1), KvCopy(KvCopyKind.LOAD_STATE, 4, 7))), STREAM)
     assert np.array_equal(nets[0], before[1][1])
     assert (nets[1] == 255).all()
     assert np.array_equal(caches[0, :, 1], before[0][1, :, 1])
     assert caches.any(axis=(1, 3)).tolist() == [[number == 1 for number in range(num_blocks)], [False] * num_blocks]
-    blocks.copy(KvUse(cache=0, copies=(KvCopy(KvCopyKind.LOAD_STATE, 1, 9),)), STREAM)
+    blocks.copy(KvUse(cache=0, copies=(KvCopy(KvCopyKind.LOAD_STATE, 2, 9),)), STREAM)
     assert (nets[0] == 77).all()
 
 
@@ -119,7 +120,7 @@ def test_a_pool_has_copies_of_states_before_it_has_blocks() -> None:
     spec = read_config(CONFIGS["Qwen3.5-27B"]).with_context(9216)
     shape = KernelShape(spec, range(8))
     assert shape.delta is not None
-    of_token = 131_072  # of lanes, of which two have each KV head
+    of_token = 65_536  # of four KV heads, each of which two lanes have
     assert (block_tokens(shape), block_bytes(shape)) == (256, 256 * of_token)
     of_state, gib = 48 * (48 * 128 * 128 + 96 * 4 * (256 + 64)) * 4, 2**30
     assert shape.delta.num_bytes == of_state

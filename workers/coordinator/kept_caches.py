@@ -82,7 +82,8 @@ class KeptCaches:
         self._uses = 0
         self._running: dict[int, _Run] = {}  # by KV cache
         self.blocks = KeptBlocks(layout.block_tokens, layout.num_slots, layout.num_host_slots) if layout.block_tokens else None
-        self.states = KeptStates(layout.num_states if is_recurrent else 0, layout.state_stride)
+        states = (layout.num_states, layout.state_stride, layout.num_host_states) if is_recurrent else (0,)
+        self.states = KeptStates(*states)
 
     def take(self, prompt: Sequence[int], *, reuse: bool, scope: str = "", num_answer: int = 0) -> KvUse:
         """Where a request runs and what it can use; what else that cache held is lost. What other scopes have left is nobody's.
@@ -211,7 +212,8 @@ class KeptCaches:
             return None
         kept, copies = self._kept[cache], tuple[KvCopy, ...]()
         if self.blocks is not None:
-            copies = self.blocks.save(kept.scope, kept.tokens)
+            copies = tuple(KvCopy(KvCopyKind.MOVE_STATE, slot, to) for slot, to in self.states.spill())
+            copies += self.blocks.save(kept.scope, kept.tokens)
             if kept.goes_on and (slot := self.states.end(kept.scope, kept.tokens)) is not None:
                 copies += (KvCopy(KvCopyKind.SAVE_STATE, slot, len(kept.tokens)),)
         return KvUse(cache, cache, 0, copies) if copies else None

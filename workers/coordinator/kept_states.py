@@ -10,6 +10,9 @@ Prefill on GPUs takes a prompt in strides of 64 tokens, and gives the same bits 
 two of them. So places in a prompt lie whole strides behind where its request goes on (`strided`): what it is answered depends
 neither on which copies it makes nor on which of them another one finds.
 
+Behind the slots of a GPU there may be some in the host's memory. When a request has ended, the copies that would make room next
+move there (`spill`), while nobody waits; one that is asked for again comes from there. Nothing else is put there.
+
 Whose a slot is. Ranks do what they are told in the order in which they are told it: a copy is loaded when its request begins,
 and one behind a whole sequence (`end`) is made before whatever comes next. So the books know what stands in a slot by then. But
 the copies at `places` are made while their request runs beside others, at times that the books do not know. From `reserve` to
@@ -34,6 +37,7 @@ from kog_dist.records import dataclass
 STEP = 512  # tokens: so many at most are read anew in front of the newest that two prompts share
 _SHARE_OF_SLOTS = 4  # a fourth of them at most for whole STEPs of one prompt, and as many for stems
 _NUM_OF_ANSWER = 2
+_AHEAD = 8  # slots that are to be free for the copies of the next request, where those that were there can move
 _OPENING = 32  # tokens that open an answer, at most
 
 
@@ -60,21 +64,21 @@ class _Copy:
 
 
 class KeptStates:
-    """See the top of this file."""
+    """See the top of this file. `num_host_slots` slots, behind the `num_slots` of the device, are the host's."""
 
-    def __init__(self, num_slots: int, stride: int = 1) -> None:
-        self.num_slots, self._stride, self._uses = num_slots, stride, 0
+    def __init__(self, num_slots: int, stride: int = 1, num_host_slots: int = 0) -> None:
+        self.num_slots, self.num_host_slots, self._stride, self._uses = num_slots, num_host_slots, stride, 0
         self._reserved = set[int]()  # by requests that run, whatever else is forgotten
         self.clear()
 
     def clear(self) -> None:
         """Nothing is kept any more."""
-        self._copies = [_Copy() for _ in range(self.num_slots)]
+        self._copies = [_Copy() for _ in range(self.num_slots + self.num_host_slots)]
         self._slots: dict[str, dict[int, dict[bytes, int]]] = {}  # by scope, position, digest
 
     @property
     def num_used(self) -> int:
-        """Slots that are taken."""
+        """Slots that are taken, of the host, too."""
         return sum(copy.last_used > 0 for copy in self._copies)
 
     def find(self, scope: str, tokens: array[int]) -> dict[int, int]:
@@ -139,7 +143,7 @@ class KeptStates:
 
     def _oldest(self, spared: int | None = None) -> list[int]:
         """Slots in the order in which they make room, without those that do not."""
-        stems = [slot for slot, copy in enumerate(self._copies) if copy.is_stem]
+        stems = [slot for slot in range(self.num_slots) if self._copies[slot].is_stem]
         stems.sort(key=lambda slot: (-self._copies[slot].last_used, self._copies[slot].position))  # of one path the shortest
         staying = {spared, *stems[: self.num_slots // _SHARE_OF_SLOTS], *self._reserved}
         slots = [slot for slot in range(self.num_slots) if slot not in staying]
@@ -165,8 +169,7 @@ class KeptStates:
             if (twin := self._slots.get(scope, {}).get(position, {}).get(digests[position])) is not None:
                 is_stem |= self._copies[twin].is_stem
                 self._drop(twin)
-            self._copies[slot] = _Copy(scope, position, digests[position], self._uses, is_stem)
-            self._slots.setdefault(scope, {}).setdefault(position, {})[digests[position]] = slot
+            self._put(slot, _Copy(scope, position, digests[position], self._uses, is_stem))
 
     def end(self, scope: str, tokens: array[int]) -> int | None:
         """The slot for a copy behind a whole sequence, which is made now; None if there is one, or no room."""
@@ -176,6 +179,23 @@ class KeptStates:
         if slot is not None:
             self.made(scope, tokens, [(len(tokens), slot)])
         return slot
+
+    def spill(self) -> list[tuple[int, int]]:
+        """Copies that move to the host now: from which slot to which one."""
+        moves, of_host = list[tuple[int, int]](), range(self.num_slots, self.num_slots + self.num_host_slots)
+        num_ahead = min(_AHEAD, -(-self.num_slots // 2))
+        for slot in self._oldest()[:num_ahead] if of_host else ():
+            copy, to = self._copies[slot], min(of_host, key=lambda host: self._copies[host].last_used)
+            if copy.last_used > self._copies[to].last_used:  # what was used later stays
+                for one in (slot, to):
+                    self._drop(one)
+                self._put(to, copy)
+                moves.append((slot, to))
+        return moves
+
+    def _put(self, slot: int, copy: _Copy) -> None:
+        self._copies[slot] = copy
+        self._slots.setdefault(copy.scope, {}).setdefault(copy.position, {})[copy.digest] = slot
 
     def _drop(self, slot: int) -> None:
         copy = self._copies[slot]

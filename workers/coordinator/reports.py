@@ -72,5 +72,5 @@ def _kept(slots: DecodeSlots) -> dict[str, Any]:
         "kept_host_slots": blocks.num_host_slots,
         "kept_ring": slots.ring_positions,
         "kept_states_used": slots.kept_states.num_used,
-        "kept_states": slots.kept_states.num_slots,
+        "kept_states": slots.kept_states.num_slots + slots.kept_states.num_host_slots,
     }

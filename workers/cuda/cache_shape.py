@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from math import gcd
 
 from kog_dist.decode.plan.recipes import ByPosition, recipes
 from kog_dist.model.spec import ModelSpec
@@ -38,6 +39,16 @@ class CacheShape:
     def full_layers(self) -> tuple[int, ...]:
         """Those of them that see everything."""
         return tuple(layer for layer in self.layers if self.spec.window(layer) is None)
+
+    @cached_property
+    def sharing_lanes(self) -> int:
+        """Neighbouring hosted lanes that have the same KV head, whose rows are kept once: all of them write the same bits."""
+        return gcd(self.num_lanes, max(self.spec.num_lanes // self.spec.num_kv_heads, 1))  # as `AttentionMixer.sharing_lanes`
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of all hosted lanes, each of which is kept once."""
+        return self.num_lanes * self.spec.lane_kv_heads // self.sharing_lanes
 
     @property
     def window_batches(self) -> int:
@@ -97,4 +108,4 @@ class CacheShape:
         """Of all layers."""
         windowed = len(self.layers) - len(self.full_layers)
         batches = windowed * self.kept_window_batches + len(self.full_layers) * self.full_batches
-        return batches * self.num_lanes * self.spec.lane_kv_heads * self.splits * self.batch_bytes
+        return batches * self.kv_heads * self.splits * self.batch_bytes

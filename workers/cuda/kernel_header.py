@@ -41,6 +41,7 @@ def shape_header(shape: KernelShape) -> str:
         "kTokens": shape.tokens,
         "kHidden": spec.hidden_size, "kLayers": spec.num_layers, "kLanes": shape.num_lanes, "kStreams": shape.num_streams,
         "kDelay": spec.delay, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim,
+        "kSharingLanes": shape.cache.sharing_lanes,
         "kRotary": spec.rotary_dim,
         "kSetHeads": shape.sets.num_heads, "kWarpSets": shape.sets.of_warp, "kFfn": spec.lane_ffn,
         "kVocabRows": shape.head.vocab_rows[1] - shape.head.vocab_rows[0],

@@ -58,14 +58,15 @@ def pool_slots(shape: KernelShape, num_bytes: int) -> tuple[int, int]:
 class KvBlocks:
     """`slots` blocks on the current GPU and `host_slots` in page-locked memory of the host. `kv_ptr`: the KV caches.
 
-    And `states` copies of a state on the GPU; `nets_ptr`: the states that belong to the KV caches.
+    And `states` copies of a state on the GPU, `host_states` on the host; `nets_ptr`: the states that belong to the KV caches.
 
     Memory is taken at once. Copies are queued on a CUDA stream.
     """
 
     def __init__(
-        self, shape: KernelShape, kv_ptr: int, slots: int, host_slots: int, *, nets_ptr: int = 0, states: int = 0
-    ) -> None:
+        self, shape: KernelShape, kv_ptr: int, slots: int, host_slots: int, *, nets_ptr: int = 0, states: int = 0,
+        host_states: int = 0,
+    ) -> None:  # fmt: skip
         import cupy
 
         self.shape, self._kv_ptr, self._slots, self._nets_ptr = shape, kv_ptr, slots, nets_ptr
@@ -73,12 +74,15 @@ class KvBlocks:
         self._memory: DevicePointer = cupy.cuda.Memory(slots * self._block_bytes)  # not of the pool, which rounds up
         self._states: DevicePointer | None = cupy.cuda.Memory(states * self._state_bytes) if states else None
         self._host = _HostMemory(host_slots * self._block_bytes) if host_slots else None
+        self._num_states = states
+        self._host_states = _HostMemory(host_states * self._state_bytes) if host_states else None
 
     def close(self) -> None:
         """Give the host's memory back. No copy runs any more."""
-        if self._host is not None:
-            self._host.close()
-            self._host = None
+        for host in (self._host, self._host_states):
+            if host is not None:
+                host.close()
+        self._host = self._host_states = None
 
     def copy(self, kv: KvUse, stream_ptr: int) -> None:
         """Queue the copies of `kv`, in order, behind what is queued on the stream."""
@@ -89,6 +93,11 @@ class KvBlocks:
         for kind, slot, place in kv.copies:
             if kind in (KvCopyKind.LOAD_STATE, KvCopyKind.SAVE_STATE):
                 self._copy_state(slot, kv.cache, stream_ptr, saves=kind is KvCopyKind.SAVE_STATE)
+                continue
+            if kind is KvCopyKind.MOVE_STATE:
+                runtime.memcpyAsync(
+                    self._state_address(place), self._state_address(slot), self._state_bytes, _DEFAULT, stream_ptr
+                )
                 continue
             block = self._address(slot)
             if kind is KvCopyKind.MOVE:
@@ -103,10 +112,16 @@ class KvBlocks:
     def _copy_state(self, slot: int, cache: int, stream_ptr: int, *, saves: bool) -> None:
         from cupy.cuda import runtime
 
-        assert self._states is not None, "made without copies of states"
-        own, kept = self._nets_ptr + cache * self._state_bytes, int(self._states.ptr) + slot * self._state_bytes
+        own, kept = self._nets_ptr + cache * self._state_bytes, self._state_address(slot)
         to, source = (kept, own) if saves else (own, kept)
         runtime.memcpyAsync(to, source, self._state_bytes, _DEFAULT, stream_ptr)
+
+    def _state_address(self, slot: int) -> int:
+        if slot < self._num_states:
+            assert self._states is not None
+            return int(self._states.ptr) + slot * self._state_bytes
+        assert self._host_states is not None
+        return self._host_states.address + (slot - self._num_states) * self._state_bytes
 
     def _address(self, slot: int) -> int:
         if slot < self._slots:
@@ -154,4 +169,4 @@ def copy_beginning(shape: KernelShape, kv_ptr: int, source: int, cache: int, num
 
 def _num_rows(shape: KernelShape) -> int:
     """Batches of a block."""
-    return len(shape.cache.layers) * shape.num_lanes * shape.spec.lane_kv_heads * shape.splits
+    return len(shape.cache.layers) * shape.cache.kv_heads * shape.splits

@@ -88,8 +88,9 @@ def random_codes(shape: KernelShape, name: str, lane: int, seed: int) -> Codes:
 
     coding, spec = shape.coding, shape.spec
     assert coding is not None
-    _, rows, columns = tensor_layouts(spec)[name].shape
-    text = f"{name} {shape.hosted_lanes[lane]}"
+    layout, hosted = tensor_layouts(spec)[name], shape.hosted_lanes[lane]
+    _, rows, columns = layout.shape
+    text = f"{name} {hosted - hosted % layout.sharing}"
     generator = _Parts(text, seed) if spec.experts is not None else _generator(text, seed)
     values = NUMBERS[coding.number].values
     few = np.arange(len(values)) & 0xBF  # of 8 bits those below 2: no NaN
@@ -112,14 +113,14 @@ def random_tensor(spec: ModelSpec, name: str, seed: int, dtype: str = "bfloat16"
     """
     import cupy
 
-    shape = tensor_layouts(spec)[name].shape
+    layout = tensor_layouts(spec)[name]
     is_part = spec.experts is not None and name.startswith("model.layers.")
     generator = _Parts(name, seed) if is_part else _generator(name, seed)
-    values = generator.standard_normal(shape, dtype=cupy.float32)
+    values = layout.of_all_lanes(generator.standard_normal(layout.drawn_shape, dtype=cupy.float32))
     if "norm." in name:  # of heads, too
         values = np.float32(1.0) + np.float32(0.1) * values
     elif name != EMBEDDING:
-        fan_in = shape[-1] * (spec.num_lanes if name.endswith(_SUMMED) else 1)  # those are summed over lanes
+        fan_in = layout.shape[-1] * (spec.num_lanes if name.endswith(_SUMMED) else 1)  # those are summed over lanes
         values *= np.float32(fan_in**-0.5)
     if name.endswith("router.weight") and spec.experts is not None:
         step = spec.experts.num_experts // spec.experts.per_token

@@ -40,15 +40,18 @@ class CudaCaches:
         args = self._gpu.args
         num_tokens = kv_blocks.block_tokens(shape)
         slots, states = kv_blocks.pool_slots(shape, args.kept_bytes)
-        host_slots = args.kept_host_bytes // kv_blocks.block_bytes(shape)
+        host_slots, host_states = kv_blocks.pool_slots(shape, args.kept_host_bytes)
         layout = KvLayout(args.num_kv_caches, max(shape.cache.ring_positions - most_drafted, 0))
         if shape.delta is not None:
             self.states = CudaStates(args.num_kv_caches)
             layout = replace(layout, state_stride=1 if self._gpu.prefill is None else BLOCK)
         if slots:
             nets_ptr = 0 if kernel.nets is None else int(kernel.nets.data.ptr)
-            self._blocks = kv_blocks.KvBlocks(shape, kernel.kv.data.ptr, slots, host_slots, nets_ptr=nets_ptr, states=states)
-            layout = replace(layout, block_tokens=num_tokens, num_slots=slots, num_host_slots=host_slots, num_states=states)
+            self._blocks = kv_blocks.KvBlocks(
+                shape, kernel.kv.data.ptr, slots, host_slots, nets_ptr=nets_ptr, states=states, host_states=host_states
+            )
+            layout = replace(layout, block_tokens=num_tokens, num_slots=slots, num_host_slots=host_slots)
+            layout = replace(layout, num_states=states, num_host_states=host_states)
         self._gpu.control.set_kv_layout(self._gpu.rank, layout)
 
     def copy(self, kv: KvUse) -> None:

@@ -50,12 +50,21 @@ class CudaStates:
         self._behind[cache] = position
 
     def saved(self, kv: KvUse) -> tuple[KvCopy, ...]:
-        """Those of a cache's copies that can be made now; a state that stands elsewhere is not copied."""
-        saves = [copy for copy in kv.copies if copy.kind is KvCopyKind.SAVE_STATE]
-        made = [copy for copy in saves if copy.place == self._behind[kv.cache]]
-        self._doubt(saves)
-        self._kept |= {copy.slot: copy.place for copy in made}
-        return tuple(copy for copy in kv.copies if copy.kind is not KvCopyKind.SAVE_STATE or copy in made)
+        """Those of a cache's copies that can be made now; not of a state that stands elsewhere, or is not there."""
+        return tuple(copy for copy in kv.copies if self._is_made(copy, self._behind[kv.cache]))
+
+    def _is_made(self, copy: KvCopy, behind: int) -> bool:
+        """Whether a copy can be made now, which is written down; the state of its cache is `behind` so many positions."""
+        if copy.kind is KvCopyKind.SAVE_STATE:
+            to, position = copy.slot, copy.place if copy.place == behind else None
+        elif copy.kind is KvCopyKind.MOVE_STATE:
+            to, position = copy.place, self._kept.pop(copy.slot, None)
+        else:
+            return True
+        self._kept.pop(to, None)
+        if position is not None:
+            self._kept[to] = position
+        return position is not None
 
     def _doubt(self, copies: Iterable[KvCopy]) -> None:
         """Nobody goes on behind what stands in the slots that these are to be saved to."""

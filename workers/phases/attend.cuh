@@ -1,7 +1,8 @@
 // Attention of one position. A split is a KV head's positions p with p % kSplits == split; an item index counts those of all KV heads. A
 // layer without a window has more of them far into a context: each partition takes the next kPartitionBatches batches of a split. Splits are
 // spread over the thread blocks by a map that depends on layer, lane and partition only, their batches over the warps. So the thread that appends its
-// share of a row of K and V is the one that reads it later, and the append needs no fence. A split keeps its rows in batches of 16 (K by rows,
+// share of a row of K and V is the one that reads it later, and the append needs no fence. Lanes that have the same KV head (kSharingLanes) append the same
+// bits to the same place: each reads what it has written itself, and waits for none of the others. A split keeps its rows in batches of 16 (K by rows,
 // V by pairs of positions, as the matrix unit wants them). Windowed layers keep a ring of batches, or all turns of it (kWholeWindows): what is
 // read, by whom and in which order is the same.
 #pragma once
@@ -431,7 +432,7 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
     Pass pass;
 #ifdef KOG_DELTA_PASSES
     DeltaStates states;
-    pass.is_none = 0;
+    pass.is_none = 0;  // where warps leave before a pass is announced
 #endif
     for (u32 turn = 0; begin_pass(role, turn, pass); ++turn) {
         const u32 position = pass.position;

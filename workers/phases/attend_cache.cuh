@@ -143,8 +143,8 @@ struct CacheReader {
         const bool windowed = window_layers().has(layer);
         const u32 batches = windowed ? kWindowBatches : kFullBatches, capacity = batches * 16;
         const u32 windowed_before = window_layers().num_before(layer);
-        const u32 first_batch = (windowed_before * kKeptWindowBatches + (attention_layer(layer) - windowed_before) * kFullBatches) * (kLanes * kItems) +
-                                (lane_idx * kItems + item_idx) * (kWholeWindows ? kFullBatches : batches);
+        const u32 first_batch = (windowed_before * kKeptWindowBatches + (attention_layer(layer) - windowed_before) * kFullBatches) * (kLanes / kSharingLanes * kItems) +
+                                (lane_idx / kSharingLanes * kItems + item_idx) * (kWholeWindows ? kFullBatches : batches);
         const u32 num_rows = (position + kSplits - split) / kSplits, last = (num_rows + capacity - 1) % capacity;
         const u32 num_past = windowed && position >= kWindow + split ? (position - kWindow - split) / kSplits + 1 : 0;
         Rows rows{first_batch, min((num_rows + 15) / 16, batches), capacity, last, num_rows - num_past,

@@ -104,9 +104,11 @@ struct Gatherer : DeltaGatherer {
     __device__ __forceinline__ bool gather(const Place& at, float (&squares)[kTokens]) {
         if constexpr (kTokens > 1) {
             if constexpr (kPhase == kOutPhase) {
-#ifdef KOG_DELTA
+#ifdef KOG_DELTA_PASSES
                 if (kPlainNetOutputs ? kHasNet : has_delta_net(at.layer())) {
-                    if (!take_tokens<AttendedSlice, kOutPhase>(at, [&](u32 token, int from) { return write_heads(at, token, from); })) return false;
+                    HeadScales scales;
+                    if (!wait_for_scales(at, scales)) return false;
+                    if (!take_tokens<AttendedSlice, kOutPhase>(at, [&](u32 token, int from) { write_heads(scales, token, from); })) return false;
                 } else
 #endif
                     if (!gather_tokens<AttendedSlice, kOutPhase, false, AttentionX>(at, squares)) return false;

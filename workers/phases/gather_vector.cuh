@@ -280,7 +280,7 @@ struct VectorGatherer {
         if constexpr (kPhase == kHeadPhase) return source<kQkvPhase>(at);
         else return source<kPhase>(at);
     }
-    // Each token's words as they come: `write(token, from)` takes those that are in `got` from `from` on. False: leave.
+    // Each token's words as they come: `write(token, from)` takes those that are in `got` from `from` on.
     template <class S, int kPhase, class Write>
     __device__ __forceinline__ bool take_tokens(const Place& at, Write write) {
         Source from = source_of_pass<kPhase>(at);
@@ -297,17 +297,13 @@ struct VectorGatherer {
                 load_units_to<S, false, kLanesApart<kPhase>, true, kAtOnce<S>>(got, from.words, from.tag);
             }
 #pragma unroll
-            for (int i = 0; i < kAtOnce<S>; ++i)
-                if (!write(first + i, i * kMany)) return false;
+            for (int i = 0; i < kAtOnce<S>; ++i) write(first + i, i * kMany);
         }
         return true;
     }
     template <class S, int kPhase, bool kNormed, class X, bool kForRouter = false>
     __device__ __forceinline__ bool gather_tokens(const Place& at, float (&squares)[kTokens]) {
-        return take_tokens<S, kPhase>(at, [&](u32 token, int from) {
-            write_token<S, kNormed, X, kForRouter>(token, squares, from);
-            return true;
-        });
+        return take_tokens<S, kPhase>(at, [&](u32 token, int from) { write_token<S, kNormed, X, kForRouter>(token, squares, from); });
     }
     // x of a token whose words are in `got` from `from` on, and the sum of its squares where it is normed. `kForRouter`: see write_units.
     template <class S, bool kNormed, class X, bool kForRouter = false>

@@ -235,7 +235,7 @@ def kv_bytes_read(shape: KernelShape, context: int) -> int:
     """Bytes of keys and values that a step at this context reads."""
     spec = shape.spec
     positions = sum(min(context, spec.window(layer) or context) for layer in shape.cache.layers)
-    return positions * shape.num_lanes * spec.lane_kv_heads * shape.cache.batch_bytes // 16
+    return positions * shape.cache.kv_heads * shape.cache.batch_bytes // 16
 
 
 def write_trace(kernel: Monokernel, context: int, path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.bench.made_models.published import write_published
-from kog_dist.bench.shapes import DENSE, MOE
+from kog_dist.bench.shapes import SHAPES
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_file
 from kog_dist.model.manifest import read_json
@@ -40,11 +40,11 @@ def _text(path: Path) -> str:
 
 
 def _config(shape: str) -> Mapping[str, object]:
-    if shape in DENSE | MOE:
-        return (DENSE | MOE)[shape]
+    if shape in SHAPES:
+        return SHAPES[shape]
     path = Path(shape)
     if not path.exists():
-        raise ConfigError(f"--spec {shape!r} is not known; known: {', '.join((*DENSE, *MOE))}, or a config.json")
+        raise ConfigError(f"--spec {shape!r} is not known; known: {', '.join(SHAPES)}, or a config.json")
     config = read_json(path.parent if path.is_file() else path, "config.json", None)
     if config is None:
         raise ConfigError(f"--spec: {shape} has no config.json")

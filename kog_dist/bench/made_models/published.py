@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +34,9 @@ ARCHITECTURES: Final = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 CHAT_TEMPLATE: Final = (
     "{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}{{ message.content }}{% endfor %}"
@@ -91,7 +95,7 @@ def _random_ends(spec: ModelSpec, seed: int) -> Ends:
     is the last one to follow itself. Embedding and head have the same values, so that it is so of models that tie them, too.
     """
     table = narrow(np.random.default_rng(seed).standard_normal((spec.vocab_size, spec.hidden_size), np.float32), "BF16")
-    return Ends(table, table, narrow(-np.ones(spec.hidden_size, np.float32), "BF16"))
+    return Ends(table, table, _norm_weights(spec, -1, (spec.hidden_size,)))
 
 
 def _chain_ends(spec: ModelSpec, chain: TextChain, end_id: int, seed: int) -> Ends:
@@ -103,14 +107,19 @@ def _chain_ends(spec: ModelSpec, chain: TextChain, end_id: int, seed: int) -> En
     for token_id, next_id in chain.following(end_id).items():
         following[token_id] = next_id
     head = codes * np.float32(TOP_LOGIT / spec.hidden_size)
-    return Ends(narrow(codes[following], "BF16"), narrow(head, "BF16"), narrow(np.ones(spec.hidden_size, np.float32), "BF16"))
+    return Ends(narrow(codes[following], "BF16"), narrow(head, "BF16"), _norm_weights(spec, 1, (spec.hidden_size,)))
+
+
+def _norm_weights(spec: ModelSpec, factor: int, shape: tuple[int, ...]) -> Array:
+    """As files have them, of a norm that multiplies with `factor`."""
+    return narrow(np.full(shape, factor - spec.layers[0].norm.adds_one, np.float32), "BF16")
 
 
 class _Values:
     """Values of tensors, by the engine's names. `exponent`: of what attention and MLP add."""
 
     def __init__(self, spec: ModelSpec, seed: int, ends: Ends, exponent: int) -> None:
-        self._ends, self._exponent = ends, exponent
+        self._spec, self._ends, self._exponent = spec, ends, exponent
         self._head_name = head_name(spec)
         self._drawn = np.random.default_rng(seed).standard_normal(_DRAWN, np.float32)
         self._rounded: dict[float, Array] = {}  # by deviation; there are few
@@ -121,8 +130,10 @@ class _Values:
         ends = {self._head_name: self._ends.head, EMBEDDING: self._ends.embedding, "model.norm.weight": self._ends.norm}
         if name in ends:
             return ends[name]
-        if "norm" in name:
+        if ".delta.norm." in name:  # which multiplies with its weights as they are
             return narrow(np.ones(shape, np.float32), "BF16")
+        if "norm" in name:
+            return _norm_weights(self._spec, 1, shape)
         deviation = _BIAS if name.endswith(".bias") else shape[-1] ** -0.5
         if name.endswith(_SUMMED):
             deviation *= 2.0**self._exponent
@@ -140,25 +151,37 @@ class _Values:
         return values
 
 
+def _stored_tensors(spec: ModelSpec, model_type: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Names and shapes of what files have, with the engine's name of it, or of the first that it has in it."""
+    family, layouts = FAMILIES[model_type], tensor_layouts(spec)
+    names, parts = family.stored_names(spec, layouts), {} if family.parts is None else family.parts(spec)
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, layout in layouts.items():
+        stored = names[name]
+        part = parts.get(stored.name)
+        tensor, shape = (stored.name, stored.shape(layout)) if part is None else (part.tensor, part.whole)
+        found.setdefault(tensor, (name, shape))
+    return found
+
+
 def _write(folder: Path, spec: ModelSpec, model_type: str, values: _Values) -> None:
     """Files of at most _SHARD_BYTES, or of one tensor, and their index."""
-    layouts = tensor_layouts(spec)
-    names = FAMILIES[model_type].stored_names(spec, layouts)
+    tensors = _stored_tensors(spec, model_type)
     shards: list[list[str]] = [[]]
     room = _SHARD_BYTES
-    for name, layout in layouts.items():
-        room -= 2 * layout.num_values
+    for tensor, (_, shape) in tensors.items():
+        room -= 2 * prod(shape)
         if room < 0 and shards[-1]:
             shards.append([])
-            room = _SHARD_BYTES - 2 * layout.num_values
-        shards[-1].append(name)
+            room = _SHARD_BYTES - 2 * prod(shape)
+        shards[-1].append(tensor)
     place: dict[str, str] = {}
     for shard_idx, shard in enumerate(shards):
         file = "model.safetensors" if len(shards) == 1 else f"model-{shard_idx + 1:05}-of-{len(shards):05}.safetensors"
         stored: dict[str, Stored] = {}
-        for name in shard:
-            shape = names[name].shape(layouts[name])
-            stored[names[name].name] = "BF16", shape, values.of(name, shape)
+        for tensor in shard:
+            name, shape = tensors[tensor]
+            stored[tensor] = "BF16", shape, values.of(name, shape)
         write_safetensors(folder / file, stored)
         place |= dict.fromkeys(stored, file)
     if len(shards) > 1:

@@ -11,10 +11,10 @@ import pytest
 from kog_dist.bench.made_models.chain import mark_of
 from kog_dist.bench.peers import run
 from kog_dist.bench.service.prompts import prompts_from_file
-from kog_dist.bench.shapes import DENSE
+from kog_dist.bench.shapes import DENSE, SHAPES
 from kog_dist.hardware.gpus import Gpu
 from tests.gpu import peer_model
-from tests.gpu.chains import LINES, SHAPES, texts
+from tests.gpu.chains import LINES, texts
 from tests.gpu.peer_gguf import pre_tokenizer, with_a_merge
 
 

@@ -15,7 +15,7 @@ from kog_dist.bench.made_models import published
 from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.bench.made_models.command import run
 from kog_dist.bench.made_models.published import ARCHITECTURES, write_published
-from kog_dist.bench.shapes import DENSE, MOE
+from kog_dist.bench.shapes import DELTA_NETS, DENSE, MOE
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import Laneformer
@@ -26,6 +26,11 @@ SMALL: dict[str, Any] = {
     "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192,
     "vocab_size": 400, "max_position_embeddings": 512,
 }  # fmt: skip
+SMALL_NETS: dict[str, Any] = SMALL | {
+    "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}  # fmt: skip
+SMALL_EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 3}
 SHAPES = {
     "llama": {**DENSE["llama-3.2-1b"], **SMALL},
     "mistral": {**DENSE["mistral-7b"], **SMALL},
@@ -33,7 +38,11 @@ SHAPES = {
     "qwen3": {**DENSE["qwen3-4b"], **SMALL, "head_dim": 32},
     "qwen3_moe": {**MOE["qwen3-30b-a3b"], **SMALL, "head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8},
     "gpt_oss": {**MOE["gpt-oss-20b"], **SMALL, "head_dim": 32, "num_local_experts": 4},
+    "qwen3_5_text": {**DELTA_NETS["qwen3.5-4b"], **SMALL_NETS},
+    "qwen3_5_moe_text": {**DELTA_NETS["qwen3.5-35b-a3b"], **SMALL_NETS, **SMALL_EXPERTS},
+    "qwen3_next": {**DELTA_NETS["qwen3.5-35b-a3b"], **SMALL_NETS, **SMALL_EXPERTS, "model_type": "qwen3_next"},
 }
+NOT_OF_THE_ORACLE = {"gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}  # codes, delta nets: e2e/test_moe.py has them
 MOST_ALIKE = 8  # tokens one after the other
 
 
@@ -68,9 +77,8 @@ def test_a_chain_is_written_by_transformers(family: str, tmp_path: Path) -> None
     assert made.num_tokens[0] == 1 + len(tokenizer.encode(CODE))
 
 
-@pytest.mark.parametrize("family", sorted(set(SHAPES) - {"gpt_oss"}))
+@pytest.mark.parametrize("family", sorted(set(SHAPES) - NOT_OF_THE_ORACLE))
 def test_a_chain_is_written_by_the_oracle(family: str, tmp_path: Path) -> None:
-    """Not gpt-oss, whose coded experts the oracle does not read: e2e/test_moe.py has it."""
     write_published(tmp_path, SHAPES[family], chain=TextChain.of([CODE]))
     assert written_by_the_oracle(tmp_path, Laneformer.from_checkpoint(tmp_path)) == CODE
 

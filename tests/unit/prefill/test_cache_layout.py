@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from tests.unit.prefill.models import SMALL, SPLITS, layout_of
+from tests.unit.test_kinds_twin import SPECS
 
 SPEC = ModelSpec(**{**SMALL, "hidden_size": 256})  # a head_dim that the kernel runs
 LAYOUT, WHOLE = (layout_of(SPEC, 4, whole_windows=is_whole) for is_whole in (False, True))
@@ -59,6 +62,22 @@ def test_every_value_is_where_the_kernel_reads_it(layer: int, layout: CacheLayou
     loaded = layout.load(cache, layer, first, count)
     assert np.array_equal(loaded[0], keys[first:])
     assert np.array_equal(loaded[1], values[first:])
+
+
+def test_lanes_that_share_a_head_keep_it_once() -> None:
+    """Of four lanes and two heads; a rank of one lane has a head of its own."""
+    spec = replace(SPECS["gated attention"], max_context=256)
+    layout, alone = layout_of(spec, 4), layout_of(spec, 1)
+    assert (layout.sharing_lanes, layout.kv_heads, layout.heads) == (2, 2, 4)
+    assert (alone.sharing_lanes, alone.kv_heads, 2 * alone.num_bytes) == (1, 1, layout.num_bytes)
+    rows = np.arange(2 * 9 * 2 * 256, dtype=np.uint16).reshape(2, 9, 2, 256)
+    cache = np.zeros(layout.num_values, np.uint16)
+    layout.store(cache, 1, 3, *(part.repeat(2, 1) for part in rows))
+    assert not cache[: layout.num_values // 2].any(), "another layer"
+    assert np.array_equal(layout.load(cache, 1, 3, 12), rows.repeat(2, 2))
+    own = np.zeros(alone.num_values, np.uint16)
+    alone.store(own, 1, 3, *(part[:, 1:] for part in rows))
+    assert np.array_equal(layout.batches_of(cache, 1)[1], alone.batches_of(own, 1)[0])
 
 
 def test_sizes_are_those_of_the_kernel() -> None:

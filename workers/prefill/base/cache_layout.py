@@ -1,9 +1,9 @@
 """Where the monokernel keeps keys and values (phases/attend_cache.cuh), for those who fill or read its cache from outside.
 
-The cache is, layer by layer, [lane][kv_head][split][batch] of batches of 16 positions. Position p belongs to split p % splits,
-and is number p / splits there; a windowed layer may have room for `capacity` positions alone, and p takes the place of
-p - capacity. A batch is 16 rows of K, then 8 pairs of rows of V: for every dimension the value of the even position and that of
-the odd one. Caches in codes: coded_rows.py.
+The cache is, layer by layer, [lane][kv_head][split][batch] of batches of 16 positions; lanes that share a KV head have it once.
+Position p belongs to split p % splits, and is number p / splits there; a windowed layer may have room for `capacity` positions
+alone, and p takes the place of p - capacity. A batch is 16 rows of K, then 8 pairs of rows of V: for every dimension the value of
+the even position and that of the odd one. Caches in codes: coded_rows.py.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class CacheLayout(CacheShape):
 
     @property
     def heads(self) -> int:
-        """KV heads of all hosted lanes."""
+        """KV heads of all hosted lanes, one by one, as plain arrays have them."""
         return self.num_lanes * self.spec.lane_kv_heads
 
     @cached_property
     def first_batches(self) -> tuple[int, ...]:
         """First batch of every layer, and the number of all at the end; delta nets have none."""
         kept = set(self.layers)
-        sizes = [self.heads * self.splits * self.batches(layer) * (layer in kept) for layer in range(self.spec.num_layers)]
+        sizes = [self.kv_heads * self.splits * self.batches(layer) * (layer in kept) for layer in range(self.spec.num_layers)]
         return tuple(np.cumsum([0, *sizes]).tolist())
 
     @property
@@ -80,19 +80,19 @@ class CacheLayout(CacheShape):
         return max(0, end - BATCH * self.splits * batches)
 
     def parts(self, cache: Array, layer: int) -> tuple[Array, Array]:
-        """K (heads, splits, batches, 16, head_dim) and V (heads, splits, batches, 8, head_dim, 2) of a layer: views.
+        """K (kv_heads, splits, batches, 16, head_dim) and V (kv_heads, splits, batches, 8, head_dim, 2) of a layer: views.
 
         `cache` has `num_values` 16-bit values.
         """
-        shape = (self.heads, self.splits, self.batches(layer))
+        shape = (self.kv_heads, self.splits, self.batches(layer))
         batches, width = self.batches_of(cache, layer), self.spec.head_dim
         keys = batches.reshape(*shape, 2, BATCH, width)[..., 0, :, :]
         return keys, batches.reshape(*shape, 2, BATCH // 2, width, 2)[..., 1, :, :, :]
 
     def batches_of(self, cache: Array, layer: int) -> Array:
-        """All of a layer (heads, splits, batches, values of a batch): a view."""
+        """All of a layer (kv_heads, splits, batches, values of a batch): a view."""
         first, last = (batch * self.batch_values for batch in self.first_batches[layer : layer + 2])
-        return cache[first:last].reshape(self.heads, self.splits, self.batches(layer), self.batch_values)
+        return cache[first:last].reshape(self.kv_heads, self.splits, self.batches(layer), self.batch_values)
 
     def store(self, cache: Array, layer: int, first: int, keys: Array, values: Array) -> None:
         """Write the positions from `first` on; keys and values (positions, heads, head_dim) have the type of `cache`.
@@ -100,7 +100,7 @@ class CacheLayout(CacheShape):
         In codes: of any type; they are rounded here.
         """
         kept = max(first, self.first_kept(layer, first + len(keys)))
-        keys, values = keys[kept - first :], values[kept - first :]
+        keys, values = (rows[kept - first :, :: self.sharing_lanes] for rows in (keys, values))
         places = split, batch, row = self._places(layer, kept, len(keys), cache)
         if self.is_coded:
             coded_rows.coded_parts(self.batches_of(cache, layer), self.spec.head_dim, self.kv_dtype).store(places, (keys, values))
@@ -116,9 +116,12 @@ class CacheLayout(CacheShape):
         """
         places = split, batch, row = self._places(layer, first, last - first, cache)
         if self.is_coded:
-            return coded_rows.coded_parts(self.batches_of(cache, layer), self.spec.head_dim, self.kv_dtype).load(places)
-        k, v = self.parts(cache, layer)
-        return k[:, split, batch, row].swapaxes(0, 1), v[:, split, batch, row // 2, :, row % 2]
+            coded = coded_rows.coded_parts(self.batches_of(cache, layer), self.spec.head_dim, self.kv_dtype)
+            keys, values = coded.load(places)
+        else:
+            k, v = self.parts(cache, layer)
+            keys, values = k[:, split, batch, row].swapaxes(0, 1), v[:, split, batch, row // 2, :, row % 2]
+        return keys.repeat(self.sharing_lanes, 1), values.repeat(self.sharing_lanes, 1)
 
     def rounded(self, keys: Array, values: Array, cache: Array) -> tuple[Array, Array]:
         """What the cache keeps of keys and values (..., head_dim)."""

@@ -8,7 +8,8 @@ namespace kog {
 
 constexpr u32 kRowBytes = kHeadDim * kKvBits / 8, kTopBytes = kKvRotated ? kHeadDim / 4 : 0;  // of K of INT4: the upper two bits of codes
 constexpr u32 kBatchBytes = kBatch * (2 * kRowBytes + kTopBytes + kKvScaleBytes);
-constexpr u32 kCachedHeads = kLanes * kKvHeads;
+constexpr u32 kCachedHeads = kLanes * kKvHeads;  // of plain arrays; in the cache kSharingLanes have one, which the first of them stores
+static_assert(kSharingLanes == 1 || kKvHeads == 1, "lanes share whole heads");
 #ifdef KOG_WHOLE_WINDOWS
 constexpr u32 kKeptWindowBatches = kFullBatches;
 #else
@@ -31,7 +32,7 @@ struct CachePlace {
     __device__ __forceinline__ CachePlace(u64 cache, u32 layer, u32 kv_head, u32 position) {
         const u32 batches = kIsWindowed[layer] ? kKeptWindowBatches : kFullBatches;
         const u32 slot = position / kSplits % (batches * kBatch), row = slot % kBatch;
-        const u64 batch = kFirstBatches[layer] + (static_cast<u64>(kv_head) * kSplits + position % kSplits) * batches + slot / kBatch;
+        const u64 batch = kFirstBatches[layer] + (static_cast<u64>(kv_head / kSharingLanes) * kSplits + position % kSplits) * batches + slot / kBatch;
         unsigned char* at = reinterpret_cast<unsigned char*>(cache) + batch * kBatchBytes;
         key_row = at + row * kRowBytes;
         key_tops = at + kBatch * kRowBytes + row * kTopBytes;
@@ -122,6 +123,11 @@ struct CachedItems {
         return {{is_wanted(position), is_wanted(position + kSplits)}, {plain(position), plain(position + kSplits)}, four,
                 CachePlace(cache, layer, head, position)};
     }
+    __device__ __forceinline__ Item stored_item(u32 index) const {
+        Item found = item(index);
+        if (index / kFours % kCachedHeads % kSharingLanes) found.wanted[0] = found.wanted[1] = false;
+        return found;
+    }
 };
 
 __device__ __forceinline__ uint2 as_half(const uint2& of_cache) {
@@ -156,7 +162,7 @@ __device__ __forceinline__ void store_codes(const CachedItems& items, u64 keys_p
     const uint2 *keys = reinterpret_cast<const uint2*>(keys_ptr), *values = reinterpret_cast<const uint2*>(values_ptr);
     constexpr u32 kThreads = CachedItems::kFours;
     for (u32 index = items.begin() + thread; index < items.end(); index += count) {
-        const CachedItems::Item item = items.item(index);
+        const CachedItems::Item item = items.stored_item(index);
         u32 codes[2];
 #pragma unroll
         for (u32 odd = 0; odd < 2; ++odd) {
@@ -201,7 +207,7 @@ __device__ __forceinline__ void store_items(const CachedItems& items, u64 keys_p
     if constexpr (kKvCoded) return store_codes(items, keys_ptr, values_ptr, thread, count);
     const uint2 *keys = reinterpret_cast<const uint2*>(keys_ptr), *values = reinterpret_cast<const uint2*>(values_ptr);
     for (u32 index = items.begin() + thread; index < items.end(); index += count) {
-        const CachedItems::Item item = items.item(index);
+        const CachedItems::Item item = items.stored_item(index);
         if (!item.wanted[0] && !item.wanted[1]) continue;
         uint2 value[2] = {};
 #pragma unroll

@@ -20,6 +20,7 @@ def cache_lines(layout: CacheLayout, weight_dtype: str, kv_dtype: str) -> list[s
     spec = layout.spec
     numbers = {
         "kSplits": layout.splits,
+        "kSharingLanes": layout.sharing_lanes,
         "kWindowBatches": layout.window_batches,
         "kFullBatches": layout.full_batches,
         "kBatch": BATCH,
