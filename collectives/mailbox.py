@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.words import WORD_BYTES
 from kog_dist.errors import PlanError
-from kog_dist.late_numpy import Array
 from kog_dist.records import dataclass
 from kog_dist.runtime.abi import LINE_BYTES
 
@@ -31,7 +31,7 @@ class Mailbox:
         """First word of the row that `source` writes."""
         return self.first_word + (slot * self.world_size + source) * self.row_words
 
-    def check(self, slot: int, values: Array) -> None:
+    def check(self, slot: int, values: NDArray[np.generic]) -> None:
         """ValueError or IndexError for a vector or a slot that this mailbox does not have."""
         num_vectors, rest = divmod(values.size, self.spec.length)
         is_whole = values.ndim == 1 and rest == 0 and 1 <= num_vectors <= self.spec.most
