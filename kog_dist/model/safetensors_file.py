@@ -193,6 +193,14 @@ def write_safetensors(path: Path, stored: Mapping[str, tuple[str, tuple[int, ...
         raise CheckpointError(f"{path} cannot be written: {error}") from None
 
 
+def stored_dtype_of(dtype: str) -> str:
+    """The key of `DTYPES` of a type, by its name in config.json. Raises ValueError."""
+    found = {name: key for key, (name, _) in DTYPES.items()}.get(dtype)
+    if found is None:
+        raise ValueError(f"dtype must be one of {', '.join(name for name, _ in DTYPES.values())}, got {dtype!r}")
+    return found
+
+
 def widen(chunk: memoryview | Array, dtype: str, out: Array) -> None:
     """Values stored as `dtype` become float32 or float64 in `out`; exact for every value."""
     if dtype == "BF16" and out.dtype == np.float32:

@@ -9,9 +9,9 @@ from typing import Any
 
 from kog_dist.errors import CheckpointError
 from kog_dist.foreign_file import read_text
-from kog_dist.model.checkpoint import write_checkpoint, write_manifest
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import write_checkpoint, write_manifest
 from kog_dist.train.cleaning import END_OF_TEXT
 from kog_dist.train.state import load_progress, load_tensors
 

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.late_numpy import Array
-from kog_dist.model.checkpoint import narrow_finite, write_stored_checkpoint
 from kog_dist.model.layout import EMBEDDING, tensor_layouts
 from kog_dist.model.manifest import read_json, read_small_file
 from kog_dist.model.published_config import read_config
 from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import narrow_finite, write_stored_checkpoint
 
 _NAMES = {  # ours -> transformers' LlamaForCausalLM, behind model.layers.{i}.
     "attention_norm.weight": "input_layernorm.weight",
