@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class CudaCommunicator:
         self.heap = heap
         self.mailboxes = {mailbox.spec.name: mailbox for mailbox in mailboxes}
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        self._runtime: Any = cupy.cuda.runtime
+        self._runtime: ModuleType = cupy.cuda.runtime
         self._kernel, self._control, self._timeout_s = kernel, control, timeout_s
         self._tag = words.EpochTag(epoch_bits)
         self._fault = Fault(heap.rank, control)
@@ -135,7 +135,7 @@ class CudaCommunicator:
         self.heap.close()
 
     # ---- for kernels that are launched beside it ----
-    def waits(self, timeout_s: float | None = None) -> Any:
+    def waits(self, timeout_s: float | None = None) -> NDArray[np.void]:
         """How waits of this rank's kernels end: a `KogWaits`, by value."""
         params = np.zeros((), WAITS.dtype)
         params["host_ptr"], params["mirror_ptr"] = self._host.ctypes.data, self._mirror.data.ptr
@@ -196,7 +196,9 @@ class CudaCommunicator:
             return self._result[: self.world_size * length].reshape(self.world_size, length).copy()
         return self._result[:length].copy()
 
-    def launch(self, kernel: Kernel, num_ctas: int, num_threads: int, params: Any, timeout_s: float | None = None) -> None:
+    def launch(
+        self, kernel: Kernel, num_ctas: int, num_threads: int, params: NDArray[np.void], timeout_s: float | None = None
+    ) -> None:
         """Queue a kernel whose parameters are `params`, the waits and the peers, one after the other. `finish` waits for it."""
         self._host["status"] = KernelStatus.OK
         whole = params.tobytes() + self.waits(timeout_s).tobytes() + self.heap.device_handle().tobytes()

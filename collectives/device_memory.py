@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from ctypes import addressof as address_of
 from ctypes import c_uint64, sizeof
-from typing import Any, Final, Protocol
+from types import ModuleType
+from typing import Final, Protocol
 
 from kog_dist.cuda.errors import cuda_errors
 from kog_dist.errors import LaunchError, install
@@ -76,7 +77,7 @@ class CupyMemory:
         except ImportError:
             raise LaunchError(f"ranks on GPUs need cupy, which is not installed: {install('cuda')}") from None
         with cuda_errors(f"using GPU {ordinal}"):
-            self._runtime: Any = cupy.cuda.runtime
+            self._runtime: ModuleType = cupy.cuda.runtime
             cupy.cuda.Device(ordinal).use()
             self._runtime.deviceSynchronize()  # makes the context, which modules are loaded into
             bus_id = str(self._runtime.deviceGetPCIBusId(ordinal))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +31,7 @@ class Mailbox:
         """First word of the row that `source` writes."""
         return self.first_word + (slot * self.world_size + source) * self.row_words
 
-    def check(self, slot: int, values: NDArray[Any]) -> None:
+    def check(self, slot: int, values: NDArray[np.generic]) -> None:
         """ValueError or IndexError for a vector or a slot that this mailbox does not have."""
         num_vectors, rest = divmod(values.size, self.spec.length)
         is_whole = values.ndim == 1 and rest == 0 and 1 <= num_vectors <= self.spec.most

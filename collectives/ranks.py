@@ -197,7 +197,7 @@ def _watch(pids: Sequence[int], page: ControlPage, deadline: Deadline) -> list[i
     return [statuses[rank] for rank in range(len(pids))]
 
 
-def _read_report(descriptor: int) -> dict[str, Any]:
+def _read_report(descriptor: int) -> dict[str, object]:
     raw = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     os.close(descriptor)
     report: dict[str, Any] = json.loads(raw) if raw else {}

@@ -218,7 +218,7 @@ class LaunchConfig:
 
 
 SETTINGS = tuple(item.name for item in fields(LaunchConfig))
-DEFAULTS: Mapping[str, Any] = {item.name: item.default for item in fields(LaunchConfig)}
+DEFAULTS: Mapping[str, object] = {item.name: item.default for item in fields(LaunchConfig)}
 CHOICES: Mapping[str, tuple[str, ...]] = {item.name: item.metadata["choices"] for item in fields(LaunchConfig)}
 SECRETS = tuple(item.name for item in fields(LaunchConfig) if item.metadata["is_secret"])
 _POSITIONAL = tuple(item.name for item in fields(LaunchConfig) if item.metadata["is_positional"])
@@ -273,7 +273,7 @@ def _of_services(names: Sequence[str]) -> list[str]:
     return [f"{names[0]}{others} what Kubernetes sets for a service of that name, not settings: left out"]
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, object]:
     """Parse a TOML file of settings. Raises ConfigError when it cannot be read or parsed."""
     import tomllib  # only who has such a file needs it
 
@@ -339,7 +339,7 @@ def _build(values: Mapping[str, Any], sources: Mapping[str, str]) -> LaunchConfi
         raise ConfigError(f"{sources[named]}: {error}" if named else str(error)) from None
 
 
-def _convert(value: Any, hint: Any, where: str, is_text: bool, *, shows: bool) -> Any:
+def _convert(value: Any, hint: object, where: str, is_text: bool, *, shows: bool) -> Any:
     """`value` as the field's type. Text (environment) is parsed; typed values (flags, TOML) must already fit.
 
     Raises ConfigError, which `shows` the value, unless it is a secret.
@@ -386,7 +386,7 @@ def _check_field(item: Field[Any], value: Any) -> None:
         raise ConfigError(f"{item.name} must be between {low} and {high}{f' (0: {zero})' if zero else ''}, got {value}")
 
 
-def _public(name: str, value: Any) -> Any:
+def _public(name: str, value: object) -> object:
     return "(secret)" if name in SECRETS and value is not None else value
 
 

@@ -9,7 +9,7 @@ VALUES: Final = frozenset({"const", "enum", "default", "examples", "example"})  
 NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # and schemas by name
 
 
-def rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+def rewritten(schema: Any, change: Callable[[dict[str, object]], dict[str, object]]) -> object:
     """The schema with `change` made to it and to each one that it holds, to inner ones first. What is given stays as it is."""
     if isinstance(schema, list):
         return [rewritten(item, change) for item in schema]
@@ -18,7 +18,7 @@ def rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -
     return change({key: _member(key, value, change) for key, value in schema.items()})
 
 
-def _member(key: str, value: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+def _member(key: str, value: object, change: Callable[[dict[str, object]], dict[str, object]]) -> object:
     if key in VALUES:
         return value
     if key in NAMED and isinstance(value, Mapping):

@@ -1,17 +1,20 @@
 """NumPy for what is imported by processes that seldom compute: it is not imported before something of it is used.
 
 Its import takes a tenth of a second of a core, which launchers, coordinators, gateways and clients would spend at every start.
-`NDArray` and `DTypeLike` are for annotations; an alias of one names what is in it as text: `NDArray["np.float32"]`.
+`NDArray` and `DTypeLike` are for annotations; an alias of one names what is in it as text: `NDArray["np.float32"]`. `Array` is an
+array whose values may be of several types: whoever takes it says which.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import DTypeLike, NDArray
+
+    Array: TypeAlias = NDArray[Any]
 else:
 
     class _LateModule:
@@ -31,7 +34,7 @@ else:
         def __class_getitem__(cls, item: Any) -> type[NDArray]:
             return cls
 
-    DTypeLike = Any
+    Array, DTypeLike = NDArray, Any
     np = _LateModule("numpy")
 
-__all__ = ["DTypeLike", "NDArray", "np"]
+__all__ = ["Array", "DTypeLike", "NDArray", "np"]

@@ -31,7 +31,7 @@ def _dataclass(cls: Any = None, /, *, frozen: bool = False, slots: bool = False,
 def _add_methods(cls: type[Any], frozen: bool, slots: bool, eq: bool) -> None:
     """Those that the class does not define itself."""
     own, fields = vars(cls), dataclasses.fields(cls)
-    methods: dict[str, Any] = {"__init__": _late_init(cls, frozen), "__repr__": _repr}
+    methods: dict[str, object] = {"__init__": _late_init(cls, frozen), "__repr__": _repr}
     if eq:
         compared = _values_of([field.name for field in fields if field.compare])
         if own.get("__hash__") is None and ("__hash__" not in own or "__eq__" in own):
@@ -50,7 +50,7 @@ def _add_methods(cls: type[Any], frozen: bool, slots: bool, eq: bool) -> None:
 def _late_init(cls: Any, frozen: bool) -> Callable[..., None]:
     """An `__init__` that writes the real one, which takes its place."""
 
-    def first(self: Any, *arguments: Any, **named: Any) -> None:
+    def first(self: object, *arguments: object, **named: object) -> None:
         cls.__init__ = init = _written_init(cls, frozen)
         init(self, *arguments, **named)
 
@@ -78,7 +78,7 @@ def _written_init(cls: type[Any], frozen: bool) -> Callable[..., None]:
     return init
 
 
-def _values_of(names: list[str]) -> Callable[[Any], Any]:
+def _values_of(names: list[str]) -> Callable[[object], object]:
     """A function that gives the tuple of these attributes."""
     if not names:
         return lambda record: ()
@@ -91,22 +91,22 @@ def _repr(self: Any) -> str:
     return f"{type(self).__qualname__}({', '.join(shown)})"
 
 
-def _eq_of(values: Callable[[Any], Any]) -> Callable[[Any, object], Any]:
-    def equal(self: Any, other: object) -> Any:
+def _eq_of(values: Callable[[object], object]) -> Callable[[object, object], object]:
+    def equal(self: object, other: object) -> object:
         return values(self) == values(other) if type(other) is type(self) else NotImplemented
 
     return equal
 
 
-def _hash_of(values: Callable[[Any], Any]) -> Callable[[Any], int]:
-    def hash_of(self: Any) -> int:
+def _hash_of(values: Callable[[object], object]) -> Callable[[object], int]:
+    def hash_of(self: object) -> int:
         return hash(values(self))
 
     return hash_of
 
 
-def _no_setattr(cls: Any, names: frozenset[str]) -> Callable[[Any, str, Any], None]:
-    def set_attribute(self: Any, name: str, value: Any) -> None:
+def _no_setattr(cls: Any, names: frozenset[str]) -> Callable[[object, str, object], None]:
+    def set_attribute(self: object, name: str, value: object) -> None:
         if type(self) is cls or name in names:
             raise FrozenInstanceError(f"cannot assign to field {name!r}")
         super(cls, self).__setattr__(name, value)
@@ -114,8 +114,8 @@ def _no_setattr(cls: Any, names: frozenset[str]) -> Callable[[Any, str, Any], No
     return set_attribute
 
 
-def _no_delattr(cls: Any, names: frozenset[str]) -> Callable[[Any, str], None]:
-    def delete(self: Any, name: str) -> None:
+def _no_delattr(cls: Any, names: frozenset[str]) -> Callable[[object, str], None]:
+    def delete(self: object, name: str) -> None:
         if type(self) is cls or name in names:
             raise FrozenInstanceError(f"cannot delete field {name!r}")
         super(cls, self).__delattr__(name)

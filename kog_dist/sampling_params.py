@@ -89,7 +89,7 @@ class SamplingParams:
 LIMITS: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
     {item.name: item.metadata["limits"] for item in fields(SamplingParams)}
 )
-DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({item.name: item.default for item in fields(SamplingParams)})
+DEFAULTS: Final[Mapping[str, object]] = MappingProxyType({item.name: item.default for item in fields(SamplingParams)})
 HELP: Final[Mapping[str, str]] = MappingProxyType({item.name: item.metadata["help"] for item in fields(SamplingParams)})
 _INTEGERS: Final = frozenset({"seed", "top_k", "min_tokens", "logprobs"})
 GREEDY: Final = SamplingParams()
@@ -106,7 +106,7 @@ def _limit(value: float) -> str:
     return "2**64 - 1" if value == MAX_SEED else str(value) if isinstance(value, int) else f"{value:g}"
 
 
-def _checked(name: str, value: Any) -> Any:
+def _checked(name: str, value: object) -> object:
     if name == "logit_bias":
         return _checked_bias(value)
     if value is None and name == "logprobs":
@@ -119,7 +119,7 @@ def _checked(name: str, value: Any) -> Any:
     return value if name in _INTEGERS else float(value) + 0.0  # minus zero becomes zero
 
 
-def _checked_bias(pairs: Any) -> tuple[tuple[int, float], ...]:
+def _checked_bias(pairs: object) -> tuple[tuple[int, float], ...]:
     if isinstance(pairs, Mapping):
         pairs = tuple(pairs.items())
     if not isinstance(pairs, tuple):

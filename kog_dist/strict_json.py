@@ -12,7 +12,7 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def parse_json(raw: bytes, max_items: int) -> Any:
+def parse_json(raw: bytes, max_items: int) -> object:
     """The value of a document with at most `max_items` commas, colons and brackets outside of its strings.
 
     Raises ValueError with a sentence.
@@ -51,7 +51,7 @@ def parse_object(raw: bytes, max_items: int) -> dict[str, Any]:
     return parsed
 
 
-def object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def object_without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Hook for json.loads: an object as a dict. Raises ValueError if a key stands twice."""
     parsed = dict(pairs)
     if len(parsed) != len(pairs):

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 from kog_dist.bench.report import print_json
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
+from kog_dist.late_numpy import Array
 from kog_dist.records import dataclass
 from kog_dist.rpc.output import write_out
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
 NUM_RESAMPLES: Final = 2000
 LEAST_REQUESTS: Final = 5  # fewer say nothing about how much they vary
@@ -111,7 +112,7 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
     return found
 
 
-def ratios(first: Mapping[str, Any], second: Mapping[str, Any], seed: int = 0) -> list[Ratio]:
+def ratios(first: Mapping[str, object], second: Mapping[str, object], seed: int = 0) -> list[Ratio]:
     """All lines of the comparison; the same seed gives the same intervals."""
     import numpy as np
 
@@ -126,7 +127,7 @@ def ratios(first: Mapping[str, Any], second: Mapping[str, Any], seed: int = 0) -
     return found
 
 
-def _interval(first: NDArray[Any], second: NDArray[Any], seed: int) -> tuple[float, float]:
+def _interval(first: Array, second: Array, seed: int) -> tuple[float, float]:
     """Bounds of the ratio of medians, by the percentile bootstrap (Efron and Tibshirani 1993, chapter 13)."""
     import numpy as np
 
@@ -137,7 +138,7 @@ def _interval(first: NDArray[Any], second: NDArray[Any], seed: int) -> tuple[flo
     return float(low), float(high)
 
 
-def _resampled_medians(sample: NDArray[Any], generator: Any) -> NDArray[Any]:
+def _resampled_medians(sample: Array, generator: Any) -> Array:
     """(NUM_RESAMPLES,) medians of samples drawn with replacement, in blocks of bounded memory."""
     import numpy as np
 
@@ -149,7 +150,7 @@ def _resampled_medians(sample: NDArray[Any], generator: Any) -> NDArray[Any]:
     return np.concatenate(blocks)
 
 
-def _dict(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _dict(result: Mapping[str, object], name: str) -> Mapping[str, object]:
     value = result.get(name)
     return value if isinstance(value, dict) else {}
 
@@ -162,7 +163,7 @@ def _ttfts(result: Mapping[str, Any]) -> list[float]:
     return [result["ttfts"][idx] * 1e3 for idx in _good(result)]
 
 
-def _latencies(result: Mapping[str, Any]) -> list[float]:
+def _latencies(result: Mapping[str, object]) -> list[float]:
     return [_latency(result, idx) * 1e3 for idx in _good(result)]
 
 
@@ -186,11 +187,11 @@ def _itl_tails(result: Mapping[str, Any]) -> list[float]:
     return tails
 
 
-def _rates(result: Mapping[str, Any]) -> list[float]:
+def _rates(result: Mapping[str, object]) -> list[float]:
     return [1e3 / tpot for tpot in _tpots(result) if tpot > 0]
 
 
-_METRICS: Final[Sequence[tuple[str, str, bool, Callable[[Mapping[str, Any]], list[float]]]]] = (
+_METRICS: Final[Sequence[tuple[str, str, bool, Callable[[Mapping[str, object]], list[float]]]]] = (
     ("ttft", "ms", False, _ttfts),
     ("tpot", "ms", False, _tpots),
     ("p99 itl of an answer", "ms", False, _itl_tails),
@@ -229,6 +230,6 @@ def run(first_path: Path, second_path: Path, *, fail_if_slower: float | None, se
     return not too_slow
 
 
-def _origin(result: Mapping[str, Any]) -> str:
+def _origin(result: Mapping[str, object]) -> str:
     num_good = len(_good(result))
     return f"{result.get('model_id')}, {num_good} requests, commit {result.get('commit', 'unknown')}"

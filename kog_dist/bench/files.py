@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.bench.report import check_destination, handing_results_to
 from kog_dist.bench.tables import comma_separated, markdown
@@ -27,7 +27,7 @@ def writing(names: Sequence[str] | None) -> Iterator[None]:
         _check(path)
     check_destination(*paths)
 
-    def write(whole: Mapping[str, Any]) -> None:
+    def write(whole: Mapping[str, object]) -> None:
         for path in paths:
             try:
                 _write(path, whole)
@@ -57,7 +57,7 @@ def _check(path: Path) -> None:
         raise ConfigError(f"--output {path} needs matplotlib: {install('bench')}")
 
 
-def _write(path: Path, whole: Mapping[str, Any]) -> None:
+def _write(path: Path, whole: Mapping[str, object]) -> None:
     if path.suffix in PICTURES:
         from kog_dist.bench.pictures import draw
 

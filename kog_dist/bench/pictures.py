@@ -38,7 +38,7 @@ def _decode(axes: Any, rows: Sequence[Row]) -> None:
     axes.set(xlabel="ranks", ylabel="tokens/s")
 
 
-def _latency(axes: Any, rows: Sequence[Row]) -> None:
+def _latency(axes: object, rows: Sequence[Row]) -> None:
     """Microseconds per token by context: each number of lanes beside its ceiling, and compiled torch."""
     own = [row for row in rows if "ceiling_us" in row]
     for place, lanes in enumerate(dict.fromkeys(row["lanes"] for row in own)):

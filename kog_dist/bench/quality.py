@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from kog_dist.decode.cpu import host_library
 from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.errors import ConfigError
+from kog_dist.late_numpy import Array
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.formats.head import head_format
 from kog_dist.model.formats.mxfp4 import FORM as MXFP4
@@ -94,7 +95,7 @@ def run(model: Path, text: Path, *, num_tokens: int, answer_tokens: int, forms: 
 
 def _measure(
     checkpoint: Checkpoint, name: str, texts: _Texts, plain: _Outputs | None, answer_tokens: int
-) -> tuple[dict[str, Any], _Outputs]:
+) -> tuple[dict[str, object], _Outputs]:
     """The figures of one form, and its outputs: greedy choices of its own answers, or after each token of `plain`'s."""
     weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes), keeps_halves=host_library.library() is not None)
     engine = Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None)
@@ -154,7 +155,7 @@ def _choices(engine: Interpreter, prompt: list[int], num_tokens: int, answer: li
     return chosen
 
 
-def _logits(engine: Interpreter, token: int, position: int) -> NDArray[Any]:
+def _logits(engine: Interpreter, token: int, position: int) -> Array:
     output = engine.step(token, position, SamplingParams(), gather_logits=True)
     assert output.logits is not None
     return output.logits

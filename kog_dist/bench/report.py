@@ -98,7 +98,7 @@ def finish(benchmark: str, configuration: dict[str, Any], before: dict[str, Any]
     print_json(whole)
 
 
-def print_json(whole: Mapping[str, Any]) -> None:
+def print_json(whole: Mapping[str, object]) -> None:
     """One line for programs. People at a terminal have the table, and this only if they asked for it."""
     _Result.take(whole)
     if _Json.is_wanted or not sys.stdout.isatty():
@@ -115,7 +115,7 @@ class _Json:
 
 
 @contextmanager
-def handing_results_to(take: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+def handing_results_to(take: Callable[[Mapping[str, object]], None]) -> Iterator[None]:
     """Within the block the object of each benchmark that finishes also goes to `take`."""
     before, _Result.take = _Result.take, take
     try:
@@ -125,11 +125,11 @@ def handing_results_to(take: Callable[[Mapping[str, Any]], None]) -> Iterator[No
 
 
 class _Result:
-    take: Callable[[Mapping[str, Any]], None] = staticmethod(lambda whole: None)
+    take: Callable[[Mapping[str, object]], None] = staticmethod(lambda whole: None)
 
 
 @contextmanager
-def finishing(benchmark: str, configuration: dict[str, Any], before: dict[str, Any], figures: Any) -> Iterator[None]:
+def finishing(benchmark: str, configuration: dict[str, object], before: dict[str, object], figures: Any) -> Iterator[None]:
     """`finish` at the end of the block, however it ends: what was measured before an error or an interrupt is printed."""
     try:
         yield

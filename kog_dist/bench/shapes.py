@@ -180,7 +180,7 @@ def random_checkpoint(spec: ModelSpec, parent: Path | None) -> Iterator[Path]:
 
     It lies in `parent`; None: in memory (/dev/shm) if there is room, else where temporary files go.
     """
-    from kog_dist.model.checkpoint import write_stored_checkpoint
+    from kog_dist.model.written_checkpoint import write_stored_checkpoint
     from kog_dist.workers.cuda.random_weights import random_tensor
 
     with model_folder(spec, parent) as folder:

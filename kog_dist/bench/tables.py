@@ -10,7 +10,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 
-def rows_of(whole: Mapping[str, Any]) -> list[Row]:
+def rows_of(whole: Mapping[str, object]) -> list[Row]:
     """What a table has a row for each of."""
     found = whole.get("figures", whole.get("ratios"))
     return [row for row in (found if isinstance(found, list) else [found]) if isinstance(row, Mapping)]
@@ -26,7 +26,7 @@ def caption(whole: Mapping[str, Any]) -> str:
     return ", ".join([f"kog-bench {whole['benchmark']}", *map(str, filter(None, parts))])
 
 
-def markdown(whole: Mapping[str, Any]) -> str:
+def markdown(whole: Mapping[str, object]) -> str:
     """A table with the caption above it; numbers are rounded."""
     columns, rows = _columns(whole), rows_of(whole)
     if not columns:
@@ -37,7 +37,7 @@ def markdown(whole: Mapping[str, Any]) -> str:
     return f"{caption(whole)}\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def comma_separated(whole: Mapping[str, Any]) -> str:
+def comma_separated(whole: Mapping[str, object]) -> str:
     """A table with a line of names, for programs; numbers as they were measured."""
     text = io.StringIO()
     writer = csv.DictWriter(text, _columns(whole), extrasaction="ignore", lineterminator="\n")
@@ -46,17 +46,17 @@ def comma_separated(whole: Mapping[str, Any]) -> str:
     return text.getvalue()
 
 
-def _columns(whole: Mapping[str, Any]) -> list[str]:
+def _columns(whole: Mapping[str, object]) -> list[str]:
     """Names of what has one value in a row, in the order in which they come."""
     names = dict.fromkeys(name for row in rows_of(whole) for name in row)
     return [name for name in names if not any(isinstance(row.get(name), list | tuple | Mapping) for row in rows_of(whole))]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):

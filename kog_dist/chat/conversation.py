@@ -132,7 +132,7 @@ class Conversation:
         """Path and body that ask for the answer to `prompt`. `counts_tokens`: each chunk is to say how many there are."""
         self.last_prompt = prompt
         options = {"include_usage": True} | ({"continuous_usage_stats": True} if counts_tokens else {})
-        body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": options, **self.settings.fields()}
+        body: dict[str, object] = {"model": self.model, "stream": True, "stream_options": options, **self.settings.fields()}
         if self.is_completion:
             return "/completions", body | {"prompt": prompt}
         before = [{"role": "system", "content": self.system}] if self.system else []

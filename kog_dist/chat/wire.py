@@ -10,7 +10,7 @@ import json
 import re
 import urllib.parse
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.errors import ConfigError, ProtocolError
 from kog_dist.records import dataclass
@@ -67,7 +67,9 @@ class ServiceUrl:
         return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.root}"
 
 
-def request_bytes(url: ServiceUrl, method: str, path: str, *, body: Mapping[str, Any] | None = None, api_key: str = "") -> bytes:
+def request_bytes(
+    url: ServiceUrl, method: str, path: str, *, body: Mapping[str, object] | None = None, api_key: str = ""
+) -> bytes:
     """A whole request; `path` is absolute on the host. Raises ConfigError for an API key that no header can carry."""
     if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
         raise ConfigError("the API key must be printable ASCII without blanks")

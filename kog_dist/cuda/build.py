@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from kog_dist.errors import CompileError, LaunchError
 from kog_dist.records import dataclass
@@ -132,7 +133,7 @@ def _version(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def _nvrtc() -> Any:
+def _nvrtc() -> ModuleType:
     try:
         return importlib.import_module("cupy_backends.cuda.libs.nvrtc")
     except ImportError:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.late_numpy import Array
 from kog_dist.model.formats.numbers import NUMBERS
 
-Array = NDArray[Any]
 Values = NDArray[np.float32]
 _E4M3: Final = NUMBERS["E4M3"]
 _NAN_CODE: Final = np.uint8(0x7F)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kog_dist.doctor.report import Finding, Level, ok, problem, warning
@@ -25,7 +26,7 @@ def can_run_kernel(inventory: Inventory) -> bool:
     return any(gpu.compute == KERNEL_COMPUTE for gpu in inventory.gpus)
 
 
-def graded(inventory: Inventory, text: str, **details: Any) -> Finding:
+def graded(inventory: Inventory, text: str, **details: object) -> Finding:
     """A finding that stops engines on GPUs: a problem where they could run, else a warning."""
     return (problem if can_run_kernel(inventory) else warning)(text, **details)
 
@@ -79,7 +80,7 @@ def visible() -> Iterator[Finding]:
         yield (ok if found.gpus else warning)(found.why + ("" if found.gpus else "; unset it to use GPUs"), **details)
 
 
-def _device(nvml: Any, gpu: Gpu) -> Finding:
+def _device(nvml: ModuleType, gpu: Gpu) -> Finding:
     handle = nvml.nvmlDeviceGetHandleByIndex(gpu.index)
     ecc = _answer(nvml, lambda: nvml.nvmlDeviceGetEccMode(handle)[0])
     errors = _answer(
@@ -118,7 +119,7 @@ def _concern(gpu: Gpu, details: Mapping[str, Any], mode: int | None) -> str:
     return ""
 
 
-def _users(nvml: Any, handle: Any) -> list[dict[str, Any]]:
+def _users(nvml: ModuleType, handle: object) -> list[dict[str, Any]]:
     """Processes on a GPU; those of other containers have a number but no name here."""
     found = _answer(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
     return [{"pid": int(user.pid), "name": _process_name(int(user.pid)), "bytes": user.usedGpuMemory} for user in found]
@@ -143,7 +144,7 @@ def _nvidia_devices_on_bus() -> list[str]:
     return sorted(found)
 
 
-def _answer(nvml: Any, question: Any) -> Any:
+def _answer(nvml: ModuleType, question: Any) -> Any:
     try:
         return question()
     except nvml.NVMLError:

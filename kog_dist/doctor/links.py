@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
 
 from kog_dist.doctor.report import Finding, ok, warning
 from kog_dist.hardware.gpus import Gpu, inventory_from
@@ -57,7 +57,7 @@ def fabric() -> Iterator[Finding]:
             yield ok("NVSwitch fabric: all GPUs registered")
 
 
-def _several_gpus() -> Iterator[tuple[Any, tuple[Gpu, ...]]]:
+def _several_gpus() -> Iterator[tuple[ModuleType, tuple[Gpu, ...]]]:
     """The binding and the GPUs, once, where there are at least two."""
     try:
         with nvml_session() as nvml:
@@ -68,7 +68,7 @@ def _several_gpus() -> Iterator[tuple[Any, tuple[Gpu, ...]]]:
         return
 
 
-def _links(nvml: Any, gpu: Gpu) -> list[bool]:
+def _links(nvml: ModuleType, gpu: Gpu) -> list[bool]:
     handle, states = nvml.nvmlDeviceGetHandleByIndex(gpu.index), list[bool]()
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -78,7 +78,7 @@ def _links(nvml: Any, gpu: Gpu) -> list[bool]:
     return states
 
 
-def _fabric_state(nvml: Any, gpu: Gpu) -> bool | None:
+def _fabric_state(nvml: ModuleType, gpu: Gpu) -> bool | None:
     """None where there is no fabric, or the driver does not know."""
     answer = nvml.c_nvmlGpuFabricInfo_t()
     try:

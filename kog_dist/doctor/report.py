@@ -31,7 +31,7 @@ class Finding:
 
     level: Level
     text: str
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
 
 
 def ok(text: str, **details: Any) -> Finding:
@@ -39,12 +39,12 @@ def ok(text: str, **details: Any) -> Finding:
     return Finding(Level.OK, text, details)
 
 
-def warning(text: str, **details: Any) -> Finding:
+def warning(text: str, **details: object) -> Finding:
     """Something that somebody may want to change."""
     return Finding(Level.WARNING, text, details)
 
 
-def problem(text: str, **details: Any) -> Finding:
+def problem(text: str, **details: object) -> Finding:
     """Something without whose mending no engine starts."""
     return Finding(Level.PROBLEM, text, details)
 
@@ -95,7 +95,7 @@ def as_json(answers: Sequence[CheckResult]) -> str:
     return json_text({"version": __version__, "ok": exit_code(answers) == 0, "findings": found})
 
 
-def _nested(finding: Finding) -> dict[str, Any]:
+def _nested(finding: Finding) -> dict[str, object]:
     return {"details": dict(finding.details)} if finding.details else {}
 
 

@@ -148,7 +148,7 @@ async def _watch(receive: Receive, exchange: Exchange) -> None:
         exchange.abandon()
 
 
-def client_of(scope: Scope) -> tuple[Any, ...]:
+def client_of(scope: Scope) -> tuple[object, ...]:
     """Whose turn a request takes: another machine's, or on this machine, where all have one address, a connection's."""
     peer: tuple[Any, ...] = tuple(scope.get("client") or ("unknown",))
     return peer if address_class(peer[0]) == "loopback" else peer[:1]

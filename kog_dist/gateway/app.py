@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -122,7 +121,7 @@ def _tokens(service: Service) -> Iterator[Route]:
 
 
 def _ollama(service: Service) -> Iterator[Route]:
-    def endpoint(describe: Callable[[ServedModel, facts.ModelSize], dict[str, Any]]) -> Endpoint:
+    def endpoint(describe: Callable[[ServedModel, facts.ModelSize], dict[str, object]]) -> Endpoint:
         async def answer(_request: Request) -> Response:
             served = _known(service)
             num_parameters = 0 if service.checkpoint is None else service.checkpoint.spec.num_parameters

@@ -120,7 +120,7 @@ def _bound(address: tuple[socket.AddressFamily, Any]) -> socket.socket:
     return bound
 
 
-def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, object]:
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:

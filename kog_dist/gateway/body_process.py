@@ -12,9 +12,10 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
 import msgpack  # type: ignore[import-untyped]
 
@@ -83,7 +84,7 @@ def main() -> int:
     return 0
 
 
-def answer_to(path: str, raw: bytes, served: ServedModel, key_scope: str) -> dict[str, Any]:
+def answer_to(path: str, raw: bytes, served: ServedModel, key_scope: str) -> Mapping[str, object]:
     """Of `error`, `mistake`, `answer` (its JSON) or a packed request the one that there is."""
     try:
         found = body_work.read(path, raw, served, key_scope)

@@ -131,7 +131,7 @@ class _Child:
             theirs.close()
         self._watch = StopWatch(self._process.pid)
 
-    async def ask(self, head: bytes, raw: bytes) -> dict[str, Any]:
+    async def ask(self, head: bytes, raw: bytes) -> dict[str, object]:
         """Its answer. Raises _ReaderLost if it has ended, or was stopped and is killed for it."""
         self.is_idle = False
         exchange = asyncio.ensure_future(self._exchange(head, raw))
@@ -145,13 +145,13 @@ class _Child:
         self.is_idle = True
         return answer
 
-    async def _exchange(self, head: bytes, raw: bytes) -> dict[str, Any]:
+    async def _exchange(self, head: bytes, raw: bytes) -> dict[str, object]:
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self._channel, LENGTH.pack(len(head)) + head + LENGTH.pack(len(raw)))
             await loop.sock_sendall(self._channel, raw)
             (num_bytes,) = LENGTH.unpack(await self._received(LENGTH.size))
-            answer: dict[str, Any] = msgpack.unpackb(await self._received(num_bytes), max_bin_len=num_bytes)
+            answer: dict[str, object] = msgpack.unpackb(await self._received(num_bytes), max_bin_len=num_bytes)
         except ConnectionError:
             raise _ReaderLost from None
         return answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from kog_dist.gateway import tokens
 from kog_dist.gateway.anthropic.messages import count_tokens, plan_messages
@@ -19,8 +19,8 @@ from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.responses import plan_response
 from kog_dist.gateway.openai.served import ServedModel
 
-Plan: TypeAlias = Callable[[object, ServedModel, str], Planned | dict[str, Any]]
-Work: TypeAlias = Callable[[object, ServedModel], dict[str, Any]]
+Plan: TypeAlias = Callable[[object, ServedModel, str], Planned | dict[str, object]]
+Work: TypeAlias = Callable[[object, ServedModel], dict[str, object]]
 PLANS: Final[Mapping[str, Plan]] = {
     "/v1/chat/completions": plan_chat,
     "/v1/completions": plan_completion,

@@ -28,12 +28,12 @@ _TEXT: Final = {"type": "string"}
 # What a stream is made of.
 _FRAMES: Final = {EVENTS: {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}}, LINES: {"type": "object"}}
 
-_ERRORS: Final[dict[Protocol, tuple[str, dict[str, Any]]]] = {  # names and schemas
+_ERRORS: Final[dict[Protocol, tuple[str, dict[str, object]]]] = {  # names and schemas
     Protocol.OPENAI: ("Error", openai.ERROR_SCHEMA),
     Protocol.ANTHROPIC: ("AnthropicError", anthropic.ERROR_SCHEMA),
     Protocol.OLLAMA: ("OllamaError", ollama.ERROR_SCHEMA),
 }
-HEALTH_SCHEMA: Final[dict[str, Any]] = {
+HEALTH_SCHEMA: Final[dict[str, object]] = {
     "type": "object",
     "required": ["state", "reason"],
     "properties": {
@@ -123,7 +123,7 @@ _MODELS: Final = tuple(found[0] for table in (_ANSWERS, _TOKENS) for found in ta
 
 def document() -> dict[str, Any]:
     """The OpenAPI document (version 3.1)."""
-    schemas: dict[str, Any] = dict(_ERRORS.values())
+    schemas: dict[str, object] = dict(_ERRORS.values())
     for model in _MODELS:
         found = model.model_json_schema(ref_template=_REF)
         schemas |= found.pop("$defs", {})

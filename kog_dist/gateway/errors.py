@@ -21,7 +21,7 @@ from kog_dist.gateway.readiness import RETRY_AFTER_S, Health
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_BODIES: Final[dict[Protocol, Callable[[ApiError], dict[str, Any]]]] = {
+_BODIES: Final[dict[Protocol, Callable[[ApiError], dict[str, object]]]] = {
     Protocol.OPENAI: ApiError.body,
     Protocol.ANTHROPIC: anthropic.error_body,
     Protocol.OLLAMA: ollama.error_body,

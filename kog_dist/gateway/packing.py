@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypedDict
 
 from kog_dist.gateway.anthropic.message_reply import MessageReply
 from kog_dist.gateway.ollama.reply import OllamaReply
@@ -24,8 +24,16 @@ from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import BadMessage, Generate, decode_request, encode
 
 
-def packed(planned: Planned) -> dict[str, Any]:
-    """What `unpacked` takes, by its names. Raises ApiError for a request that no RPC message can carry."""
+class PackedPlan(TypedDict):
+    """What `unpacked` takes, by its names."""
+
+    generates: list[bytes]
+    reply: bytes
+    told: Mapping[str, Sequence[str]]
+
+
+def packed(planned: Planned) -> PackedPlan:
+    """What `unpacked` makes the same of. Raises ApiError for a request that no RPC message can carry."""
     try:
         generates = [encode(message) for message in planned.generates]
     except BadMessage as error:
@@ -52,7 +60,7 @@ def unpacked_error(packed: bytes) -> ApiError:
     return ApiError(*json.loads(packed))
 
 
-def _recipe(reply: Reply) -> dict[str, Any]:
+def _recipe(reply: Reply) -> dict[str, object]:
     """What `_reply` makes a new one of; nothing has been handed to this one yet."""
     kind = {"kind": type(reply).__name__}
     if isinstance(reply, ChatReply | CompletionReply):
@@ -85,7 +93,7 @@ def _form(parts: dict[str, Any]) -> ReplyForm:
     return ReplyForm(**{**parts, "stamp": Stamp(**parts["stamp"])})
 
 
-def _parts(use: ToolUse) -> dict[str, Any]:
+def _parts(use: ToolUse) -> dict[str, object]:
     """Of the tools only what the answer is read by."""
     return {"bare": use.bare, "reading": asdict(use.reading)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kog_dist import __version__
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kog_dist.rpc.messages import StatusReport
 
 
-def props(served: ServedModel, report: StatusReport | None) -> dict[str, Any]:
+def props(served: ServedModel, report: StatusReport | None) -> dict[str, object]:
     """The model: context, defaults of sampling, chat template. Its folder is nobody's business: `model_path` is its name."""
     defaults, template = served.defaults, served.chat_template
     specials = {} if served.tokenizer is None else served.tokenizer.special_tokens
@@ -39,7 +39,7 @@ def props(served: ServedModel, report: StatusReport | None) -> dict[str, Any]:
     }
 
 
-def slots(served: ServedModel, report: StatusReport | None) -> list[dict[str, Any]]:
+def slots(served: ServedModel, report: StatusReport | None) -> list[dict[str, object]]:
     """One for each request that may be decoded at the same time; behind a router those of all engines."""
     return [
         {"id": index, "n_ctx": served.max_context, "speculative": False, "is_processing": runs}

@@ -33,7 +33,7 @@ def describe(service: Service) -> dict[str, Any]:
     }
 
 
-def _model(service: Service, served: ServedModel) -> dict[str, Any]:
+def _model(service: Service, served: ServedModel) -> dict[str, object]:
     """Size, lanes and format are the folder's, of which a gateway by itself may know nothing."""
     spec = None if service.checkpoint is None else service.checkpoint.spec
     return {
@@ -46,7 +46,7 @@ def _model(service: Service, served: ServedModel) -> dict[str, Any]:
     }
 
 
-def _speed(service: Service) -> dict[str, Any]:
+def _speed(service: Service) -> dict[str, object]:
     """Of the newest request through this gateway, and what it says about the memory bandwidth."""
     newest, facts = service.metrics.newest, service.facts
     rate = newest.tokens_per_s if newest is not None else 0.0
@@ -64,7 +64,7 @@ def _speed(service: Service) -> dict[str, Any]:
     }
 
 
-def _engine(report: StatusReport) -> dict[str, Any]:
+def _engine(report: StatusReport) -> dict[str, object]:
     return {
         "state": str(report.state), "build": report.build, "pid": report.pid, "uptime_s": round(report.uptime_s, 3),
         "num_running": report.num_running, "parallel": report.parallel,
@@ -76,7 +76,7 @@ def _engine(report: StatusReport) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ranks(report: StatusReport) -> list[dict[str, Any]]:
+def _ranks(report: StatusReport) -> list[dict[str, object]]:
     places = (*report.rank_places, *[None] * len(report.rank_states))
     return [
         {"rank": rank, "state": state, "beat_age_s": round(age_s, 4), "place": place}
@@ -84,7 +84,7 @@ def _ranks(report: StatusReport) -> list[dict[str, Any]]:
     ]
 
 
-def _replicas(report: StatusReport) -> list[dict[str, Any]]:
+def _replicas(report: StatusReport) -> list[dict[str, object]]:
     return [
         {"name": name, "state": state, "is_running": bool(running)}
         for name, state, running in zip(report.replica_names, report.replica_states, report.replica_running, strict=False)

@@ -36,7 +36,7 @@ class TokenizeRequest(RequestModel):
     continue_final_message: bool | None = Field(default=None, description="With messages: end within the last one.")
     add_special_tokens: bool | None = Field(default=None, description="Of a prompt. Default: yes.")
     return_token_strs: bool | None = Field(default=None, description="Also the text of each token.")
-    user: Any = ignored("it makes no difference here")
+    user: object = ignored("it makes no difference here")
 
 
 class DetokenizeRequest(RequestModel):
@@ -87,7 +87,7 @@ def _ids_of_chat(asked: TokenizeRequest, served: ServedModel) -> list[int]:
     return list(prompt.ids)
 
 
-def detokenize(body: object, served: ServedModel) -> dict[str, Any]:
+def detokenize(body: object, served: ServedModel) -> dict[str, object]:
     """vLLM's answer: prompt. Raises ApiError."""
     asked = parse(DetokenizeRequest, body)
     tokenizer = _tokenizer(served, asked.model)
@@ -97,7 +97,7 @@ def detokenize(body: object, served: ServedModel) -> dict[str, Any]:
     return {"prompt": tokenizer.decode(asked.tokens)}
 
 
-def tokenizer_info(served: ServedModel) -> dict[str, Any]:
+def tokenizer_info(served: ServedModel) -> dict[str, object]:
     """bos_token, eos_token, ... and chat_template, as clients need them that have no tokenizer themselves. Raises ApiError."""
     template = served.chat_template
     return {**_tokenizer(served, None).special_tokens, "chat_template": None if template is None else template.source}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TypeVar
 
 from kog_dist.hardware.cpu_lists import parse_cpu_list
 from kog_dist.hardware.nvml import DriverHangs, NvmlUnavailable, nvml_session
@@ -67,7 +68,7 @@ def read_inventory() -> Inventory:
         return Inventory((), (str(error),), driver_hangs=isinstance(error, DriverHangs))
 
 
-def inventory_from(nvml: Any) -> Inventory:
+def inventory_from(nvml: ModuleType) -> Inventory:
     """The same of an initialised binding."""
     gpus: list[Gpu] = []
     findings: list[str] = []
@@ -84,7 +85,7 @@ def inventory_from(nvml: Any) -> Inventory:
     return Inventory(tuple(gpus), tuple(findings), apart)
 
 
-def _read_gpu(nvml: Any, index: int) -> Gpu:
+def _read_gpu(nvml: ModuleType, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     pci = nvml.nvmlDeviceGetPciInfo(handle)
     bus_id = f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"
@@ -104,7 +105,7 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
     )
 
 
-def _near_cpus(nvml: Any, handle: Any, bus_id: str) -> frozenset[int]:
+def _near_cpus(nvml: ModuleType, handle: object, bus_id: str) -> frozenset[int]:
     """CPUs of the GPU's NUMA node, from NVML, or from the PCI bus where NVML does not know."""
     num_words, scope = _MAX_CPUS // _CPU_WORD_BITS, nvml.NVML_AFFINITY_SCOPE_NODE
     words: Iterable[int] = _asked(nvml, lambda: nvml.nvmlDeviceGetCpuAffinityWithinScope(handle, num_words, scope), ())
@@ -120,14 +121,14 @@ def _near_cpus(nvml: Any, handle: Any, bus_id: str) -> frozenset[int]:
         return frozenset()
 
 
-def _peak_bandwidth(nvml: Any, handle: Any) -> float:
+def _peak_bandwidth(nvml: ModuleType, handle: object) -> float:
     """Bytes per second: two transfers per clock over the whole bus."""
     clock_mhz = _asked(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM), 0)
     bus_bits = _asked(nvml, lambda: nvml.nvmlDeviceGetMemoryBusWidth(handle), 0)
     return 2.0 * clock_mhz * 1e6 * bus_bits / 8
 
 
-def _asked(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
+def _asked(nvml: ModuleType, question: Callable[[], T], otherwise: T) -> T:
     """The answer, or `otherwise` where this driver or GPU does not know the question."""
     try:
         return question()

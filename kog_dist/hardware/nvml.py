@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from kog_dist.system import python_child
 
@@ -27,7 +27,7 @@ class DriverHangs(NvmlUnavailable):
 
 
 @contextmanager
-def nvml_session() -> Iterator[Any]:
+def nvml_session() -> Iterator[ModuleType]:
     """The binding `pynvml`, initialised.
 
     Raises NvmlUnavailable where package or driver are missing or refuse, DriverHangs after ANSWER_S without an answer.
@@ -72,7 +72,7 @@ def _answering_driver() -> Iterator[None]:
                 probe.wait(_END_S)
 
 
-def _cause(pynvml: Any, error: Exception) -> str:
+def _cause(pynvml: ModuleType, error: Exception) -> str:
     code = getattr(error, "value", None)
     if code in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
         return "this machine has no NVIDIA driver"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 _READ, _WRITE = 0, 1  # NVML_P2P_CAPS_INDEX_*; the binding's constants are one-element tuples by mistake
 # By NVML_P2P_STATUS_*. What NVML does not know (6) does not stop anybody.
@@ -15,19 +15,19 @@ _REASONS = {
 }
 
 
-def peer_access(nvml: Any, index: int, peer: int) -> str:
+def peer_access(nvml: ModuleType, index: int, peer: int) -> str:
     """What GPU `index` may do with the memory of GPU `peer`: rw, r, w or nothing."""
     statuses = zip("rw", _statuses(nvml, index, peer), strict=True)
     return "".join(letter for letter, status in statuses if status == nvml.NVML_P2P_STATUS_OK)
 
 
-def peer_obstacle(nvml: Any, index: int, peer: int) -> str:
+def peer_obstacle(nvml: ModuleType, index: int, peer: int) -> str:
     """Why two GPUs cannot read and write each other's memory; empty if they can, or if nobody knows."""
     statuses = (*_statuses(nvml, index, peer), *_statuses(nvml, peer, index))
     return next((_REASONS[status] for status in statuses if status in _REASONS), "")
 
 
-def _statuses(nvml: Any, index: int, peer: int) -> tuple[int | None, int | None]:
+def _statuses(nvml: ModuleType, index: int, peer: int) -> tuple[int | None, int | None]:
     """Of reading and of writing; None where the driver does not know the question."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(one) for one in (index, peer)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.model_limits import FILES
 from kog_dist.quoting import short
@@ -30,12 +30,12 @@ def end_names(specials: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in (*END_NAMES, *(["<|end|>"] if set(specials) >= _PHI else [])) if name in specials)
 
 
-def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(config: Mapping[str, object]) -> dict[str, str]:
     """bos_token, eos_token, ... of a tokenizer_config.json; each is a string or an object with the string as `content`."""
     return {name: text for name, value in config.items() if name.endswith("_token") and (text := _content(value)) is not None}
 
 
-def with_added_tokens(raw: bytes, config: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
+def with_added_tokens(raw: bytes, config: Mapping[str, object]) -> tuple[str, dict[str, int]]:
     """The text of tokenizer.json with what tokenizer_config.json says of added tokens; and the ids of those that it has alone.
 
     Entries of `added_tokens_decoder` are added, and their flags count before those of tokenizer.json. What the config names as a
@@ -68,7 +68,7 @@ def with_added_tokens(raw: bytes, config: Mapping[str, Any]) -> tuple[str, dict[
     return json.dumps(parsed | {"added_tokens": list(tokens.values())}, ensure_ascii=False), added
 
 
-def _named(config: Mapping[str, Any]) -> Iterator[str]:
+def _named(config: Mapping[str, object]) -> Iterator[str]:
     """Texts of all tokens that a tokenizer_config.json calls special. A padding token may be any of the vocabulary: it counts for
     no text, since nothing is padded here.
     """
@@ -85,7 +85,7 @@ def _content(value: object) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
-def _of_the_model(parsed: Mapping[str, Any], contents: Collection[str]) -> Iterator[tuple[str, int]]:
+def _of_the_model(parsed: Mapping[str, object], contents: Collection[str]) -> Iterator[tuple[str, int]]:
     """Those that are pieces of the model, with their ids."""
     model = parsed.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None

@@ -119,11 +119,11 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> RenderedChat:
         """The prompt text of a conversation. Special tokens stand in it as text: encode it with `add_special_tokens=False`.
         `variables`: further ones, which templates may look at; none of them replaces what is given in any case.
@@ -283,14 +283,14 @@ class _Lost(Exception):
 
 
 def continued(
-    render: Callable[[Sequence[Mapping[str, Any]]], RenderedChat], messages: Sequence[Mapping[str, Any]]
+    render: Callable[[Sequence[Mapping[str, object]]], RenderedChat], messages: Sequence[Mapping[str, object]]
 ) -> RenderedChat:
     """The prompt up to where the content of the last message ends, so that an answer goes on with it. What the template strips of
     its end is not there. `render`: without a beginning of an answer. Raises what it raises, and RequestError `chat_rejected` if
     the prompt does not show that end.
     """
     mark = f"{secrets.token_hex(8)} "  # the blank shows whether the template strips
-    last = dict(messages[-1])
+    last: dict[str, Any] = dict(messages[-1])
     if isinstance(last["content"], str):
         last["content"] += mark
     else:
@@ -304,7 +304,7 @@ def continued(
 
 
 def render(
-    source: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str] | None = None, **options: Any
+    source: str, messages: Sequence[Mapping[str, object]], special_tokens: Mapping[str, str] | None = None, **options: Any
 ) -> str:
     """Render once and end the child again; see ChatTemplate.render for `options` and errors."""
     with ChatTemplate(source, special_tokens) as template:

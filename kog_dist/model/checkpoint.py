@@ -1,4 +1,4 @@
-"""A model folder as published: `config.json` and `model*.safetensors`, opened, checked, read per rank, and written.
+"""A model folder as published: `config.json` and `model*.safetensors`, opened, checked and read per rank.
 
 Every byte is verified once over the engine: `open_checkpoint` checks sizes, names, shapes and dtypes without touching a value;
 `Checkpoint.rank_weights` then checks the values that a rank loads (finite; SHA-256 if there is a manifest), each part of a tensor
@@ -8,18 +8,15 @@ by the rank that hosts the part's lane. The ranks of an engine host all lanes: t
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.errors import CheckpointError, ConfigError
-from kog_dist.late_numpy import DTypeLike, NDArray, np
+from kog_dist.late_numpy import DTypeLike, np
 from kog_dist.model.aligned import Array, aligned_empty
 from kog_dist.model.families.stored import Family, Names
 from kog_dist.model.formats.head import head_format
@@ -36,29 +33,23 @@ from kog_dist.model.manifest import (
     MANIFEST_NAME,
     Manifest,
     check_manifest,
-    read_small_file,
     repair,
-    write_small_file,
 )
 from kog_dist.model.published_config import read_config_file
 from kog_dist.model.safetensors_file import (
     DTYPES,
     SafetensorsFile,
     converted,
-    narrow,
     num_values_by_dtype,
-    widen,
-    write_safetensors,
+    stored_dtype_of,
 )
-from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME, open_shards, shard_names
+from kog_dist.model.shards import INDEX_NAME, open_shards, shard_names
 from kog_dist.model.spec import ModelSpec
 from kog_dist.quoting import short
 from kog_dist.records import dataclass
 
 if TYPE_CHECKING:
     from kog_dist.model.weights import RankWeights
-
-_HEADER_BYTES_PER_TENSOR = 256  # more than any entry of a header needs
 
 
 def open_checkpoint(
@@ -276,7 +267,7 @@ class Checkpoint:
         to the caller. Raises CheckpointError.
         """
         hasher = hashlib.sha256() if verify and self.manifest is not None else None
-        dtype, wanted = self.owner[name].tensors[self.names[name].name].dtype, _stored_dtype(self.dtype)
+        dtype, wanted = self.owner[name].tensors[self.names[name].name].dtype, stored_dtype_of(self.dtype)
         for chunk in self.names[name].chunks(self.owner[name], self.layouts[name], part_idx, next_buffer):
             if hasher is not None:
                 hasher.update(chunk)
@@ -362,146 +353,3 @@ def _check_names(folder: Path, place: Mapping[str, SafetensorsFile], wanted: set
     for name in unexpected:
         if not is_ignored(name):
             raise CheckpointError(f"{place[name].path} has a tensor {short(name)} that a model of this config.json does not have")
-
-
-# ---- writing ----
-def write_checkpoint(
-    folder: Path,
-    spec: ModelSpec,
-    tensors: Mapping[str, NDArray[Any]],
-    *,
-    dtype: str = "bfloat16",
-    max_shard_bytes: int = 4 * 2**30,
-    manifest: bool = True,
-) -> None:
-    """Write config.json and safetensors files of at most `max_shard_bytes` each, with an index if there are several.
-
-    A checkpoint that is already in the folder is replaced; its other files stay. config.json comes last: a folder whose writing
-    was interrupted has none. Raises CheckpointError if tensors are missing, unexpected, misshapen, not finite in `dtype`, or
-    larger than a shard, or if a file cannot be written.
-    """
-    stored_dtype = _stored_dtype(dtype)
-    _check_written(tensor_layouts(spec), tensors)
-    write_stored_checkpoint(
-        folder,
-        spec,
-        lambda name: narrow_finite(name, tensors[name], stored_dtype),
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        manifest=manifest,
-    )
-
-
-def write_stored_checkpoint(
-    folder: Path,
-    spec: ModelSpec,
-    stored: Callable[[str], NDArray[Any]],
-    *,
-    dtype: str = "bfloat16",
-    max_shard_bytes: int = 4 * 2**30,
-    manifest: bool = True,
-) -> None:
-    """`write_checkpoint` for values that are already what a file holds (see `narrow`): `stored(name)` is asked for once each.
-
-    Only one shard is in memory at a time.
-    """
-    layouts, stored_dtype = tensor_layouts(spec), _stored_dtype(dtype)
-    shards = _shards(layouts, DTYPES[stored_dtype][1], max_shard_bytes)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in (folder / "config.json", folder / MANIFEST_NAME, folder / INDEX_NAME, *folder.glob("model*.safetensors")):
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be prepared for writing: {error.strerror}") from None
-    weight_map = {}
-    for shard_idx, names in enumerate(shards):
-        file_name = SINGLE_NAME if len(shards) == 1 else f"model-{shard_idx + 1:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / file_name, {name: (stored_dtype, layouts[name].shape, stored(name)) for name in names})
-        weight_map.update(dict.fromkeys(names, file_name))
-    if len(shards) > 1:
-        total = sum(layout.num_values for layout in layouts.values()) * DTYPES[stored_dtype][1]
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_small_file(folder / INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
-    write_small_file(folder / "config.json", json.dumps({**spec.to_config(), "dtype": dtype}, indent=2).encode() + b"\n")
-    if manifest:
-        write_manifest(folder)
-
-
-def _stored_dtype(dtype: str) -> str:
-    stored_dtype = {name: key for key, (name, _) in DTYPES.items()}.get(dtype)
-    if stored_dtype is None:
-        raise ValueError(f"dtype must be one of {', '.join(name for name, _ in DTYPES.values())}, got {dtype!r}")
-    return stored_dtype
-
-
-def write_manifest(folder: Path) -> None:
-    """Write (anew) `manifest.json` over the checkpoint as it is now, with the folder's JSON and template files.
-
-    Call it again after files were added. Raises CheckpointError if the checkpoint is not in order.
-    """
-    checkpoint = open_checkpoint(folder, verify=False)
-    names = sorted(path.name for path in folder.glob("*") if path.suffix in (".json", ".jinja") and path.name != MANIFEST_NAME)
-    files = {name: hashlib.sha256(read_small_file(folder, name, None) or b"").hexdigest() for name in names}
-    headers = {file.path.name: file.header_sha256 for file in checkpoint.files}
-    with ThreadPoolExecutor() as pool:  # reading and hashing leave the interpreter's lock
-        tensors = dict(zip(checkpoint.layouts, map(tuple, pool.map(checkpoint.part_digests, checkpoint.layouts)), strict=True))
-    Manifest(files, headers, tensors).write(folder)
-
-
-def random_tensors(spec: ModelSpec, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Random weights under their published names: equal for equal spec and seed, and exact in bfloat16.
-
-    Matrices have standard deviation 1/sqrt(fan-in), norm weights lie around 1, all different enough that a mix-up shows.
-    """
-    return {name: _random_tensor(spec, name, layout, seed) for name, layout in tensor_layouts(spec).items()}
-
-
-def _random_tensor(spec: ModelSpec, name: str, layout: TensorLayout, seed: int) -> NDArray[np.float32]:
-    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    values: NDArray[np.float32] = layout.of_all_lanes(rng.standard_normal(layout.drawn_shape, dtype=np.float32))
-    if "norm." in name:
-        values = np.float32(1.0) + np.float32(0.2) * np.clip(values, -3, 3)
-    elif name != EMBEDDING:
-        # Those are summed over lanes.
-        fan_in = layout.shape[-1] * (spec.num_lanes if name.endswith(("wo.weight", "w2.weight")) else 1)
-        values *= np.float32(fan_in**-0.5)
-    out = np.empty_like(values)
-    widen(narrow(values, "BF16").reshape(-1), "BF16", out.reshape(-1))
-    return out
-
-
-def _check_written(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, NDArray[Any]]) -> None:
-    missing, unexpected = sorted(set(layouts) - set(tensors)), sorted(set(tensors) - set(layouts))
-    if missing or unexpected:
-        raise CheckpointError(
-            f"the tensors to write are not those of the model: missing {missing[:3]}, unexpected {unexpected[:3]}"
-        )
-    for name, layout in layouts.items():
-        if tensors[name].shape != layout.shape:
-            raise CheckpointError(f"tensor {name} to write has shape {tensors[name].shape}, the model asks for {layout.shape}")
-
-
-def narrow_finite(name: str, values: NDArray[Any], stored_dtype: str) -> NDArray[Any]:
-    """`narrow`, which raises CheckpointError if a value is not finite in `stored_dtype` (a key of DTYPES)."""
-    narrowed = narrow(values, stored_dtype)
-    back = np.empty(narrowed.size, np.float32)
-    widen(narrowed.reshape(-1), stored_dtype, back)
-    if not np.isfinite(back).all():
-        raise CheckpointError(f"tensor {name} to write has values that are not finite in {DTYPES[stored_dtype][0]}")
-    return narrowed
-
-
-def _shards(layouts: Mapping[str, TensorLayout], value_bytes: int, max_shard_bytes: int) -> list[list[str]]:
-    """Tensor names per file, in the order of use, each file with its header within `max_shard_bytes`."""
-    shards: list[list[str]] = []
-    room = 0
-    for name, layout in layouts.items():
-        needed = layout.num_values * value_bytes + _HEADER_BYTES_PER_TENSOR
-        if needed + _HEADER_BYTES_PER_TENSOR > max_shard_bytes:
-            raise CheckpointError(f"tensor {name} needs {needed} bytes, more than a shard of {max_shard_bytes} bytes can hold")
-        if needed > room:
-            shards.append([])
-            room = max_shard_bytes - _HEADER_BYTES_PER_TENSOR
-        shards[-1].append(name)
-        room -= needed
-    return shards

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any
 
 from kog_dist import model_limits
 from kog_dist.errors import ConfigError
@@ -45,7 +44,7 @@ class ExpertsSpec:
         if not 1 <= self.per_token <= self.num_experts:
             raise ConfigError(f"num_experts_per_tok must be between 1 and the {self.num_experts} experts, got {self.per_token}")
 
-    def to_config(self) -> dict[str, Any]:
+    def to_config(self) -> dict[str, object]:
         """As an object of a `config.json`; see `from_config`."""
         return asdict(self)
 

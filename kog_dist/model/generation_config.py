@@ -46,12 +46,12 @@ def read_sampling_defaults(folder: Path) -> SamplingParams:
         raise CheckpointError(f"{folder / GENERATION_CONFIG_NAME} cannot be used: {error}") from None
 
 
-def sampling_defaults(config: Mapping[str, Any]) -> SamplingParams:
+def sampling_defaults(config: Mapping[str, object]) -> SamplingParams:
     """The same of a parsed generation_config.json ({} without one): its own values, else OpenAI's defaults.
 
     Raises ValueError naming a value out of range.
     """
-    given = {name: config[name] for name in _MODEL_DEFAULTS if config.get(name) is not None}
+    given: dict[str, Any] = {name: config[name] for name in _MODEL_DEFAULTS if config.get(name) is not None}
     if type(given.get("top_k")) is int and given["top_k"] == -1:  # all, as 0 is
         given["top_k"] = 0
     return replace(OPENAI_DEFAULTS, **given)

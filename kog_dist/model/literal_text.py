@@ -24,7 +24,7 @@ class LiteralTexts:
     Nothing else is different, so what lies between two tokens has the ids that the library gives to any text there.
     """
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: tokenizers.Tokenizer) -> None:
         added = library.get_added_tokens_decoder()
         self._library, self._model = library, library.model
         self._special = {token.content: token_id for token_id, token in added.items() if token.special}
@@ -106,7 +106,7 @@ class LiteralTexts:
         self._rename()
 
 
-def cuts_everywhere(library: Any) -> bool:
+def cuts_everywhere(library: tokenizers.Tokenizer) -> bool:
     """Whether the library cuts texts at its added tokens whatever stands beside them; not where some take spaces beside them or
     want to stand alone.
     """
@@ -114,7 +114,7 @@ def cuts_everywhere(library: Any) -> bool:
     return not any(token.lstrip or token.rstrip or token.single_word for token in added)
 
 
-def around(library: Any, encode: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:
+def around(library: tokenizers.Tokenizer, encode: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:
     """What the library puts before the ids of a text, and behind them. `encode`: ids of a text without them."""
     inner, outer = encode("a"), library.encode("a").ids
     begin = next((place for place in range(len(outer)) if outer[place : place + len(inner)] == inner), 0)

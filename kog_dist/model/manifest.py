@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kog_dist.errors import CheckpointError
 from kog_dist.foreign_file import read_file
@@ -109,7 +108,7 @@ def write_small_file(path: Path, content: bytes) -> None:
         raise CheckpointError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def read_json(folder: Path, name: str, manifest: Manifest | None) -> dict[str, Any] | None:
+def read_json(folder: Path, name: str, manifest: Manifest | None) -> dict[str, object] | None:
     """A JSON object of the folder, None if there is no such file. Raises CheckpointError naming the file."""
     raw = read_small_file(folder, name, manifest)
     if raw is None:

@@ -70,7 +70,7 @@ class Marks:
         self.runs = re.compile("[" + "".join(self._originals) + "]+" if self._originals else r"(?!)")
 
     # ---- values of the request ----
-    def marked(self, value: Any) -> Any:
+    def marked(self, value: object) -> Any:
         """A JSON value with its strings marked, keys too; roles and types are words of the API and stay as they are."""
         if isinstance(value, str):
             return self._marked_text(value)
@@ -80,7 +80,7 @@ class Marks:
             return {self._marked_text(key): self._marked_member(key, item) for key, item in value.items()}
         return value
 
-    def _marked_member(self, key: str, value: Any) -> Any:
+    def _marked_member(self, key: str, value: object) -> object:
         is_word = isinstance(value, str) and ((key == "role" and value in _ROLES) or (key == "type" and value in _TYPES))
         return value if is_word else self.marked(value)
 
@@ -138,11 +138,11 @@ class Marks:
             return type(result)(map(self._conservative, result))
         return self.all_marked(result) if isinstance(result, str) and not isinstance(result, Marked) else result
 
-    def twin(self, value: Any) -> Any:
+    def twin(self, value: object) -> Any:
         """The value with twins in place of marked strings; itself if it has none. Raises _Unknown."""
         return _with_twins(value, lambda text: text.twin)
 
-    def _light_twin(self, value: Any) -> Any:
+    def _light_twin(self, value: object) -> Any:
         """The same with twins in which letters and digits have no stand-ins."""
         return _with_twins(value, lambda text: text.twin.translate(self._light))
 
@@ -186,7 +186,7 @@ class _Unknown(Exception):
     """A text and its twin went different ways, or marks may be where they are not looked for."""
 
 
-def _with_twins(value: Any, twin_of: Callable[[Marked], str]) -> Any:
+def _with_twins(value: object, twin_of: Callable[[Marked], str]) -> object:
     if isinstance(value, Marked):
         return twin_of(value)
     if isinstance(value, (list, tuple, *_VIEWS)):

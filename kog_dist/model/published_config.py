@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.families import FAMILIES
 from kog_dist.model.families.computation import check_computation, left_out
-from kog_dist.model.families.fields import unread_of_rope
+from kog_dist.model.families.fields import Config, unread_of_rope
 from kog_dist.model.families.stored import Family
 from kog_dist.model.formats.quantisation import (
     KEY,
@@ -76,7 +76,7 @@ def read_config_file(folder: Path) -> PublishedConfig:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def read_config(config: Mapping[str, Any]) -> ModelSpec:
+def read_config(config: Config) -> ModelSpec:
     """The spec in a parsed `config.json`. Raises ConfigError naming the key that is missing or contradictory, or that changes
     what is computed in a way that is not supported.
     """
@@ -87,11 +87,11 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     return family.read_config(config)
 
 
-def _prepared(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _prepared(family: Family, config: Config) -> Mapping[str, object]:
     return config if family.prepared is None else family.prepared(config)
 
 
-def _note(config: Mapping[str, Any], family: Family, name: str) -> str:
+def _note(config: Config, family: Family, name: str) -> str:
     """What is left out of a config that was read."""
     unread = left_out(config, family.keys | set(family.own)) + unread_of_rope(config) + unread_of_quantisation(config)
     return f"{name}: {', '.join(map(short, unread[:_MOST_NAMED]))} left out{_more(unread)}" if unread else ""
@@ -101,7 +101,7 @@ def _more(names: list[str]) -> str:
     return f", and {len(names) - _MOST_NAMED} more names" if len(names) > _MOST_NAMED else ""
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: Config) -> Family:
     """The family that a parsed `config.json` belongs to. Raises ConfigError."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -109,6 +109,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return FAMILIES[model_type]
 
 
-def _dtype(config: Mapping[str, Any]) -> str | None:
+def _dtype(config: Config) -> str | None:
     """Told only where there are no files to tell."""
-    return next((config[key] for key in ("dtype", "torch_dtype") if config.get(key) in _DTYPES), None)
+    given = (config.get(key) for key in ("dtype", "torch_dtype"))
+    return next((value for value in given if isinstance(value, str) and value in _DTYPES), None)

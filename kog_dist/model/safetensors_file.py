@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import safetensors
 
 from kog_dist.errors import CheckpointError
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, np
 from kog_dist.model.exact_file import FileIdentity, file_identity, opened, read_exactly, refuse_pointer
 from kog_dist.model_limits import MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_TENSORS
 from kog_dist.quoting import short
@@ -111,7 +110,7 @@ class SafetensorsFile:
             read_exactly(self.path, fd, memoryview(bytes_of), self.tensors[name].begin + first, f"tensor {name}")
         return bytes_of
 
-    def box_rows(self, name: str, box: tuple[int, int, int, int], step: int) -> Iterator[NDArray[Any]]:
+    def box_rows(self, name: str, box: tuple[int, int, int, int], step: int) -> Iterator[Array]:
         """Rows [first, last) of a matrix, of each the columns [left, right), as they are stored; multiples of `step` at a time.
 
         Raises CheckpointError as `stored_chunks` does.
@@ -124,7 +123,7 @@ class SafetensorsFile:
         for chunk in self.stored_chunks(name, first, last, lambda: buffer):
             yield np.frombuffer(chunk, f"<u{width}").reshape(-1, columns)[:, left:right]
 
-    def read(self, name: str, first: int, last: int, out: NDArray[Any], *, verify: bool) -> str:
+    def read(self, name: str, first: int, last: int, out: Array, *, verify: bool) -> str:
         """Fill `out` (C-contiguous, float32 or float64) with rows [first, last) of a tensor; returns the SHA-256 of their bytes.
 
         With `verify` off nothing is looked at but the byte count, and "" is returned.
@@ -144,7 +143,7 @@ class SafetensorsFile:
         self,
         name: str,
         chunks: Callable[[Callable[[], memoryview]], Iterator[memoryview]],
-        out: NDArray[Any],
+        out: Array,
         *,
         verify: bool,
         first: int,
@@ -176,7 +175,7 @@ class SafetensorsFile:
         return hasher.hexdigest() if verify else ""
 
 
-def write_safetensors(path: Path, stored: Mapping[str, tuple[str, tuple[int, ...], NDArray[Any]]]) -> None:
+def write_safetensors(path: Path, stored: Mapping[str, tuple[str, tuple[int, ...], Array]]) -> None:
     """Write one file; values are (dtype as in DTYPES or U8, shape, array of `narrow` or of bytes).
 
     It appears under its name only when complete.
@@ -194,7 +193,15 @@ def write_safetensors(path: Path, stored: Mapping[str, tuple[str, tuple[int, ...
         raise CheckpointError(f"{path} cannot be written: {error}") from None
 
 
-def widen(chunk: memoryview | NDArray[Any], dtype: str, out: NDArray[Any]) -> None:
+def stored_dtype_of(dtype: str) -> str:
+    """The key of `DTYPES` of a type, by its name in config.json. Raises ValueError."""
+    found = {name: key for key, (name, _) in DTYPES.items()}.get(dtype)
+    if found is None:
+        raise ValueError(f"dtype must be one of {', '.join(name for name, _ in DTYPES.values())}, got {dtype!r}")
+    return found
+
+
+def widen(chunk: memoryview | Array, dtype: str, out: Array) -> None:
     """Values stored as `dtype` become float32 or float64 in `out`; exact for every value."""
     if dtype == "BF16" and out.dtype == np.float32:
         bits = out.view(np.uint32)
@@ -206,7 +213,7 @@ def widen(chunk: memoryview | NDArray[Any], dtype: str, out: NDArray[Any]) -> No
         out[:] = np.frombuffer(chunk, "<f2" if dtype == "F16" else "<f4")
 
 
-def narrow(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+def narrow(values: Array, dtype: str) -> Array:
     """The bits to store: rounded to nearest, ties to even; for BF16 as uint16. Overflow gives infinities, as in IEEE 754."""
     single = np.ascontiguousarray(values, dtype="<f4")
     if dtype == "F32":

@@ -375,9 +375,9 @@ class ModelSpec:
         return hashlib.sha256(json.dumps(self.to_config(), sort_keys=True).encode()).hexdigest()
 
     # ---- config.json ----
-    def to_config(self) -> dict[str, Any]:
+    def to_config(self) -> dict[str, object]:
         """The `config.json` of this spec in the later field revision; `read_config` of it gives an equal spec."""
-        config: dict[str, Any] = {
+        config: dict[str, object] = {
             "architectures": ["LaneformerForCausalLM"],
             "model_type": MODEL_TYPES[0],
             "hidden_size": self.hidden_size,

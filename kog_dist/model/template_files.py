@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.added_tokens import TOKENIZER_CONFIG_NAME
@@ -58,7 +58,7 @@ def _read(folder: Path, name: str, manifest: Manifest | None) -> str | None:
         raise CheckpointError(f"{folder / name} is not UTF-8: {error}") from None
 
 
-def _named(value: Any, path: Path) -> dict[str, str]:
+def _named(value: object, path: Path) -> dict[str, str]:
     """The templates in tokenizer_config.json by name: a string, or a list of {name, template}."""
     if value is None:
         return {}

@@ -51,10 +51,10 @@ class TooLong(Exception):
 class _MarkingCode(jinja2.compiler.CodeGenerator):
     """Compiled templates make and join texts by the environment, which knows of marks."""
 
-    def _output_child_pre(self, node: Any, frame: Any, finalize: Any) -> None:
+    def _output_child_pre(self, node: object, frame: object, finalize: object) -> None:
         self.write("environment.text_of(")
 
-    def visit_Concat(self, node: jinja2.nodes.Concat, frame: Any) -> None:  # noqa: N802 - jinja2's way
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: object) -> None:  # noqa: N802 - jinja2's way
         self.write("environment.concat((")
         for operand in node.nodes:
             self.visit(operand, frame)
@@ -83,7 +83,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """The pieces of an output, or the operands of `~`, as one text."""
         return self.marks.joined(pieces)
 
-    def text_of(self, value: Any) -> str:
+    def text_of(self, value: object) -> str:
         """What stands in the output for a value."""
         return self.marks.text_of(value)
 
@@ -96,7 +96,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             return __self.marks.call(getattr(str, __obj.__name__), (owner, *args), kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: object, operator: str, left: object, right: object) -> object:
         """An operation of the template."""
         if operator == "+" and isinstance(left, str) and isinstance(right, str):
             return self.marks.joined((left, right))
@@ -119,9 +119,9 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         return formatted
 
-    def _marking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _marking(self, function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)  # with the attributes by which jinja2 passes a context
-        def marked(*args: Any, **kwargs: Any) -> Any:
+        def marked(*args: Any, **kwargs: object) -> Any:
             return self.marks.call(function, args, kwargs)
 
         return marked
@@ -133,7 +133,7 @@ def make_environment() -> TemplateEnvironment:
 
 
 def _tojson(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
@@ -182,7 +182,7 @@ def _tags(specials: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """All strings of a JSON value."""
     if isinstance(value, str):
         yield value

@@ -43,7 +43,7 @@ def as_parts(content: object) -> object:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+def with_text_arguments(message: Mapping[str, Any]) -> dict[str, object]:
     """The message with the arguments of its calls as JSON texts."""
     calls = []
     for call in message.get("tool_calls", ()):
@@ -61,7 +61,7 @@ def facts_of(render: Callable[..., str], variables: Set[str]) -> TemplateFacts:
     reads_parts: set[str] = set()
     takes_text_arguments = shows_tools = False
 
-    def tried(role: str, in_parts: Set[str], tools: Any = None) -> str:
+    def tried(role: str, in_parts: Set[str], tools: object = None) -> str:
         messages = [
             {**message, "content": as_parts(message["content"]) if message["role"] in in_parts else message["content"]}
             for message in _trial(role)
@@ -87,7 +87,7 @@ class _EndlessTrial(Exception):
     """A trial exceeded a limit."""
 
 
-def _rendered(render: Callable[..., str], messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+def _rendered(render: Callable[..., str], messages: Sequence[Mapping[str, object]], tools: object) -> str:
     """The prompt; empty if the template refuses it."""
     try:
         return render(messages, tools=tools)
@@ -97,7 +97,7 @@ def _rendered(render: Callable[..., str], messages: Sequence[Mapping[str, Any]],
         return ""
 
 
-def _trial(role: str) -> Iterator[Mapping[str, Any]]:
+def _trial(role: str) -> Iterator[Mapping[str, object]]:
     """A conversation with a message of this role, whose content is the word."""
     if role in ("assistant", "tool"):
         yield _USER

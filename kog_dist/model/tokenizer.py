@@ -73,9 +73,8 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.num_ids = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
         self._kept_texts = KeptTexts(partial(self.encode, add_special_tokens=False), _cutting_tokens(self._library))
-        added = self._library.get_added_tokens_decoder().values()
-        self.special_texts = tuple(token.content for token in added if token.special)
-        self.normalizes_specials = any(token.special and token.normalized for token in added)
+        self.special_texts = tuple(token.content for token in added.values() if token.special)
+        self.normalizes_specials = any(token.special and token.normalized for token in added.values())
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
@@ -180,7 +179,7 @@ class Tokenizer:
         """The same for the first token of a text, which with some decoders has no spaces."""
         if not self._bytes_of.dropped_first or self._tags.get(token_id) or not self.is_shown(token_id):
             return self.text_bytes(token_id)
-        return self._bytes_of(self._library.id_to_token(token_id).replace(self._bytes_of.dropped_first, ""))
+        return self._bytes_of((self._library.id_to_token(token_id) or "").replace(self._bytes_of.dropped_first, ""))
 
     def is_shown(self, token_id: int) -> bool:
         """Whether a token counts as one of the text: special ones and those that the tokenizer does not have are left out."""
@@ -188,7 +187,8 @@ class Tokenizer:
 
     def special_name(self, token_id: int) -> str:
         """What a special token is called, if answers show no text of it; else empty."""
-        return self._library.id_to_token(token_id) if token_id in self._special_ids and not self.text_bytes(token_id) else ""
+        is_hidden = token_id in self._special_ids and not self.text_bytes(token_id)
+        return self._library.id_to_token(token_id) or "" if is_hidden else ""
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of a whole sequence."""
@@ -273,13 +273,13 @@ def _refuse_dropout(parsed: Mapping[str, Any]) -> None:
         raise ValueError(f"its model has dropout {short(dropout)}, which is for training; set it to null")
 
 
-def _cutting_tokens(library: Any) -> dict[str, int]:
+def _cutting_tokens(library: tokenizers.Tokenizer) -> dict[str, int]:
     """Tokens at which the library cuts a text whatever stands beside them, before it normalizes it."""
     found = {token.content: i for i, token in library.get_added_tokens_decoder().items() if not token.normalized}
     return found if cuts_everywhere(library) else {}
 
 
-def _load_library(raw: str) -> Any:
+def _load_library(raw: str) -> tokenizers.Tokenizer:
     try:
         library = tokenizers.Tokenizer.from_str(raw)
     except BaseException as error:  # the library raises bare Exception, and its panics derive from BaseException

@@ -172,7 +172,7 @@ def _connect(target: EngineChoice, timeout_s: float | None, *, wait_ready: bool 
     return Client(target.access(), connect_timeout_s=min(limit_s, timeout_s or limit_s), patient=wait_ready, greet=greet)
 
 
-def _logprobs_of(event: Tokens) -> list[dict[str, Any]]:
+def _logprobs_of(event: Tokens) -> list[dict[str, object]]:
     """Of each token: id and log-probability, its own and those of the alternatives."""
     if not event.logprobs:
         return []
@@ -240,10 +240,10 @@ def _print_failure(
     return exit_code
 
 
-def _as_object(answer: _Answer, done: Done, request: PromptRequest) -> dict[str, Any]:
-    timings: dict[str, Any] = {name: getattr(done, name) for name in _TIMINGS}
+def _as_object(answer: _Answer, done: Done, request: PromptRequest) -> dict[str, object]:
+    timings: dict[str, object] = {name: getattr(done, name) for name in _TIMINGS}
     timings["stages_s"] = dict(zip(STAGES, done.stages_s, strict=True)) if done.stages_s else {}
-    whole: dict[str, Any] = {
+    whole: dict[str, object] = {
         "request_id": done.request_id,
         "text": "".join(answer.text),
         "token_ids": answer.token_ids,

@@ -51,7 +51,7 @@ class FlagsOf:
             if not self.only or item.name in self.only
         ]
 
-    def _annotation(self, item: Field[Any], hint: Any) -> Any:
+    def _annotation(self, item: Field[Any], hint: object) -> object:
         """What typer reads. A tuple is a flag that may be given several times."""
         kinds = {hint if get_origin(hint) is None else get_origin(hint), *get_args(hint)}
         kind: Any = next(kind for kind in (tuple, bool, int, float, str) if kind in kinds)
@@ -65,7 +65,7 @@ class FlagsOf:
         names = (f"--{flag}/--no-{flag}",) if kind is bool else ()
         return Annotated[kind | None, typer.Option(*names, metavar=metavar, help=help_text)]
 
-    def _names_default(self, item: Field[Any]) -> bool:
+    def _names_default(self, item: Field[object]) -> bool:
         return self.shows_defaults and item.default is not None
 
 

@@ -86,7 +86,7 @@ def flag(value: object) -> bool:
 def choice(kind: type[Any]) -> Check:
     """A member of the string enumeration `kind`, by value."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> Any:
         try:
             return kind(value)
         except ValueError:
@@ -98,7 +98,7 @@ def choice(kind: type[Any]) -> Check:
 def optional(inner: Check) -> Check:
     """None, or what `inner` accepts."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> Any:
         return None if value is None else inner(value)
 
     return check

@@ -110,7 +110,7 @@ def read_schema(given: str | None) -> str | None:
         raise ConfigError(f"--json-schema {given} cannot be read: {error.strerror}") from None
 
 
-def flags_of_one_request(**flags: Any) -> Sequence[str]:
+def flags_of_one_request(**flags: object) -> Sequence[str]:
     """The flags that were given; for a command that needs none of them."""
     return [f"--{name.replace('_', '-')}" for name, value in flags.items() if value not in (None, (), []) and value is not False]
 

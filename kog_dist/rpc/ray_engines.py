@@ -46,7 +46,7 @@ def find_engines(run: str) -> list[EngineOnRay]:
     return sorted(found, key=lambda engine: engine.host.start_time)
 
 
-def answer_of(reference: Any) -> Any:
+def answer_of(reference: object) -> Any:
     """What an actor returns. Raises LaunchError if it does not answer."""
     import ray
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_file
@@ -18,7 +18,7 @@ _MAX_ITEMS: Final = 64
 Record = TypeVar("Record")
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
+def read_object(path: Path) -> dict[str, object] | None:
     """An object; None where there is none, or no file that has one."""
     try:
         return parse_object(read_file(path, MAX_BYTES), _MAX_ITEMS)

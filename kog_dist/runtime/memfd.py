@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from kog_dist.errors import LaunchError, remedy_of
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, np
 
 PAGE_BYTES = 4096
 
@@ -72,7 +72,7 @@ class Segment:
         os.set_inheritable(fd, False)
         return cls(fd, size_bytes)
 
-    def array(self, dtype: np.dtype[Any] | type, count: int, offset: int = 0) -> NDArray[Any]:
+    def array(self, dtype: np.dtype[Any] | type, count: int, offset: int = 0) -> Array:
         """`count` items of `dtype` at `offset` bytes, shared with every process that maps the segment."""
         return np.frombuffer(self.buffer, dtype=dtype, count=count, offset=offset)
 

@@ -45,7 +45,7 @@ def record_of(cls: type[Any], values: Any, where: str) -> Any:
     return cls(**made)
 
 
-def _value(kind: Any, value: Any, where: str) -> Any:
+def _value(kind: Any, value: object, where: str) -> object:
     """The value as the type says it; numbers and texts are never converted, but a float may be written without a point."""
     origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind):

@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from kog_dist.errors import ConfigError, LaunchError, install
@@ -23,7 +24,7 @@ _ADDRESS_BYTES: Final = 1 << 10
 Say = Callable[[str], None]
 
 
-def import_ray(environment: Mapping[str, str], needed_by: str) -> Any:
+def import_ray(environment: Mapping[str, str], needed_by: str) -> ModuleType:
     """Ray, which reads `environment` when it is imported: it stays in this process's. Raises LaunchError."""
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # an actor that dies is for the one to tell of who has started it
     os.environ.update(environment)
@@ -31,7 +32,8 @@ def import_ray(environment: Mapping[str, str], needed_by: str) -> Any:
         import ray
     except ImportError:
         raise LaunchError(f"{needed_by} needs Ray: {install('ray')}") from None
-    return ray
+    module: ModuleType = ray
+    return module
 
 
 def join(address: str, needed_by: str) -> None:
@@ -50,7 +52,7 @@ def join(address: str, needed_by: str) -> None:
         ) from error
 
 
-def init_quietly(ray: Any, **options: Any) -> None:
+def init_quietly(ray: ModuleType, **options: Any) -> None:
     """`ray.init` that prints nothing and leaves this process its signals. What it raises goes on, after a disconnect."""
     previous = signal.getsignal(signal.SIGTERM)  # Ray puts its own in place
     try:

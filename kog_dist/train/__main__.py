@@ -6,7 +6,6 @@ import functools
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import typer
 
@@ -22,7 +21,7 @@ from kog_dist.train.commands.prepare import prepare
 from kog_dist.train.commands.run import run
 
 PROGRAM = "python -m kog_dist.train"
-COMMANDS: tuple[Callable[..., dict[str, Any] | None], ...] = (
+COMMANDS: tuple[Callable[..., dict[str, object] | None], ...] = (
     prepare,
     run,
     ablation,
@@ -36,9 +35,9 @@ COMMANDS: tuple[Callable[..., dict[str, Any] | None], ...] = (
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__)
 
 
-def _printing(command: Callable[..., dict[str, Any] | None]) -> Callable[..., None]:
+def _printing(command: Callable[..., dict[str, object] | None]) -> Callable[..., None]:
     @functools.wraps(command)
-    def call(*args: Any, **kwargs: Any) -> None:
+    def call(*args: object, **kwargs: object) -> None:
         outcome = command(*args, **kwargs)
         if outcome is not None:  # torchrun's processes but the first have nothing to say
             typer.echo(json.dumps(outcome))

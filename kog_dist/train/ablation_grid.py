@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
@@ -118,7 +117,7 @@ class AblationConfig:
             adam_learning_rate=self.settings.adam_learning_rate * factor,
         )
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """Everything that decides a run's outcome besides what its job says, as JSON."""
         return {"model": self.base.to_config(), "run": asdict(self.settings), "final_batches": self.grid.final_batches}
 

@@ -73,7 +73,7 @@ def over_lanes(results: Sequence[dict[str, Any]]) -> dict[tuple[float, str], Mea
     return {key: mean_of(values) for key, values in found.items()}
 
 
-def write_report(out: Path, config: dict[str, Any], results: Sequence[dict[str, Any]], bytes_per_token: float) -> list[Row]:
+def write_report(out: Path, config: dict[str, Any], results: Sequence[dict[str, object]], bytes_per_token: float) -> list[Row]:
     """Write `results.json`, `table.md`, `loss.svg` and `difference.svg` of what is done so far."""
     rows = rows_of(results, bytes_per_token)
     content = {"config": config, "held_out_bytes_per_token": bytes_per_token, "rows": list(map(asdict, rows)), "runs": results}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as LibraryTokenizer
@@ -16,8 +15,8 @@ from kog_dist.train.cleaning import END_OF_TEXT
 _PIECES = (r"\n+", r" {2,}|\t+", r"__\p{L}+__", r" ?\.?_{0,2}\p{L}+", r" ?\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+", r"\s")
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Any:
-    """A `tokenizers.Tokenizer` of at most `vocab_size` ids, the first of them special tokens. Any bytes can be encoded."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> LibraryTokenizer:
+    """A tokenizer of at most `vocab_size` ids, the first of them special tokens. Any bytes can be encoded."""
     tokenizer = LibraryTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

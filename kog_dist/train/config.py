@@ -27,7 +27,7 @@ class RunConfig:
     execution: Execution
 
 
-def read_tables(path: Path, known: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+def read_tables(path: Path, known: tuple[str, ...]) -> dict[str, dict[str, object]]:
     """The tables of a TOML file. Raises ConfigError if it cannot be read or has others than the `known` ones."""
     try:
         tables = tomllib.loads(read_text(path))
@@ -66,7 +66,7 @@ def spec_of(table: Mapping[str, Any], path: Path) -> ModelSpec:
     return settings_of(ModelSpec, values, path)
 
 
-def settings_of(kind: type[Settings], table: Mapping[str, Any], path: Path) -> Settings:
+def settings_of(kind: type[Settings], table: Mapping[str, object], path: Path) -> Settings:
     """A dataclass from a table. Raises ConfigError naming the key that is unknown, missing or of the wrong type."""
     known = get_type_hints(kind)
     for key, value in table.items():
@@ -91,5 +91,5 @@ def _fits(value: object, hint: Any) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-def _name(hint: Any) -> str:
+def _name(hint: object) -> str:
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)

@@ -9,9 +9,9 @@ from typing import Any
 
 from kog_dist.errors import CheckpointError
 from kog_dist.foreign_file import read_text
-from kog_dist.model.checkpoint import write_checkpoint, write_manifest
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import write_checkpoint, write_manifest
 from kog_dist.train.cleaning import END_OF_TEXT
 from kog_dist.train.state import load_progress, load_tensors
 
@@ -41,7 +41,7 @@ def export(state: Path, tokenizer_file: Path, sources_file: Path, out: Path, *, 
     write_manifest(out)
 
 
-def model_card(spec: ModelSpec, progress: dict[str, Any], sources: dict[str, Any], evaluation: dict[str, Any] | None) -> str:
+def model_card(spec: ModelSpec, progress: dict[str, Any], sources: dict[str, Any], evaluation: dict[str, object] | None) -> str:
     """Markdown: what the model is, how it was trained, on what, under which licences, and how well it does."""
     loss = progress["held_out_losses"][-1][1] if progress["held_out_losses"] else None
     num_processes = progress.get("num_processes", 1)

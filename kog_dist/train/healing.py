@@ -182,7 +182,7 @@ def means(results: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Mean, Mean, M
     }
 
 
-def table(results: Sequence[Mapping[str, Any]]) -> str:
+def table(results: Sequence[Mapping[str, object]]) -> str:
     """Markdown."""
     lines = ["| start | seeds | held-out loss before | after | more than with delay 0 |", "|---|---:|---:|---:|---:|"]
     for start, (before, after, difference) in means(results).items():
@@ -192,7 +192,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_report(out: Path, described: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
+def write_report(out: Path, described: Mapping[str, object], results: Sequence[Mapping[str, object]]) -> None:
     """Write `results.json` and `table.md` of what is done so far."""
     shares = out / "regrouping.json"
     coupling = json.loads(read_text(shares)) if shares.exists() else None

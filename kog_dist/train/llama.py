@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError, ConfigError
-from kog_dist.model.checkpoint import narrow_finite, write_stored_checkpoint
+from kog_dist.late_numpy import Array
 from kog_dist.model.layout import EMBEDDING, tensor_layouts
 from kog_dist.model.manifest import read_json, read_small_file
 from kog_dist.model.published_config import read_config
 from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import narrow_finite, write_stored_checkpoint
 
 _NAMES = {  # ours -> transformers' LlamaForCausalLM, behind model.layers.{i}.
     "attention_norm.weight": "input_layernorm.weight",
@@ -65,7 +66,7 @@ def convert_llama(
     read = _reader(folder, {llama_name(name) for name in tensor_layouts(spec)})
     stored_dtype = {name: key for key, (name, _) in DTYPES.items()}[dtype]
 
-    def stored(name: str) -> NDArray[Any]:
+    def stored(name: str) -> Array:
         return narrow_finite(name, lane_tensor(spec, name, read), stored_dtype)
 
     write_stored_checkpoint(out, spec, stored, dtype=dtype, max_shard_bytes=max_shard_bytes, manifest=False)

@@ -74,7 +74,7 @@ def looped_token_loss(module: Laneformer, stream: Tensor, targets: Tensor, befor
     return loop_loss(module.logits(stream), targets, before)
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., object]) -> Callable[..., Any]:
     """`function` under torch.compile with room for all the graphs that an ablation needs in one process."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS_PER_FUNCTION)
     # Data parallel training would cut graphs at its buckets of gradients, and refuse flex attention. Layers are graphs already.

@@ -114,7 +114,7 @@ def _held_out_names(projects: Sequence[Project], named: Sequence[str]) -> set[st
     return {p.name for p in projects if int(hashlib.sha256(p.name.encode()).hexdigest(), 16) % _HELD_OUT_SHARE == 0}
 
 
-def _source_records(projects: Sequence[Project], tallies: Mapping[str, Tally], held_out: set[str]) -> list[dict[str, Any]]:
+def _source_records(projects: Sequence[Project], tallies: Mapping[str, Tally], held_out: set[str]) -> list[dict[str, object]]:
     """One entry per project that gave files, by name: licence, what says so, what was kept and why the rest was not."""
     return [
         {

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kog_dist.errors import ConfigError
-from kog_dist.model.checkpoint import open_checkpoint, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import write_checkpoint
 
 
 def start_weights(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:

@@ -62,7 +62,7 @@ def load_progress(folder: Path) -> dict[str, Any] | None:
     """The JSON part of a state, or None if no run has been saved in `folder`. Raises CheckpointError if it cannot be read."""
     path = folder / _PROGRESS
     try:
-        progress: dict[str, Any] = json.loads(read_text(path))
+        progress: dict[str, object] = json.loads(read_text(path))
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -7,15 +7,14 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import opened, read_text
+from kog_dist.late_numpy import Array
 from kog_dist.records import dataclass
 
 
@@ -87,10 +86,10 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     return loss / math.log(2) / bytes_per_token
 
 
-def load_shard(file: Path) -> NDArray[Any]:
+def load_shard(file: Path) -> Array:
     """The tokens of one file. Raises OSError, ValueError."""
     with opened(file) as stream:
-        tokens: NDArray[Any] = np.load(stream, allow_pickle=False)
+        tokens: Array = np.load(stream, allow_pickle=False)
         return tokens
 
 

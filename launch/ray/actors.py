@@ -121,7 +121,7 @@ class EngineHost:
             self._reports += lines
             self._news.notify_all()
 
-    def _how_it_went(self) -> dict[str, Any]:
+    def _how_it_went(self) -> dict[str, object]:
         """The last report: the process is gone."""
         child = self._child
         assert child is not None

@@ -89,10 +89,10 @@ class RayGang:
         self._patience = Deadline.after(_SHORTFALL_AFTER_S)
         self._lost: tuple[Outcome, Deadline] | None = None
         self._num_reports = 0
-        self._actors: list[Any] = []
+        self._actors: list[object] = []
         self._host: Any = None
-        self._next_reports: Any = None
-        self._runs: dict[Any, int] = {}
+        self._next_reports: object = None
+        self._runs: dict[object, int] = {}
         self._group = placement_group([{self._kind: 1}] * target.world_size, strategy="STRICT_PACK")
 
     @property
@@ -252,7 +252,7 @@ class RayGang:
                 self._end(Outcome(EXIT_RANK_DIED, "host_died", sentence, pid=report["pid"], signal=name))
         return []
 
-    def _take_run(self, ref: Any) -> None:
+    def _take_run(self, ref: object) -> None:
         """A rank's actor has finished, which is in order once the engine has ended; else the host process will say more."""
         import ray
 

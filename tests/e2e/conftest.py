@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kog_dist.bench.engine.session import EngineSession, engine_session
-from kog_dist.model.checkpoint import random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 
 NUM_ENDLESS = 32_000  # of `tiny_model`: more tokens than any machine decodes while a test looks at the stream
 NUM_PLAIN_TOKENS = 96

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from kog_dist.bench.engine.session import INSTANCE, EngineSession, until
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from tests.e2e.conftest import check_refusal
 
 LAUNCH, CLIENT = "kog_dist.launch.cli", "kog_dist.rpc.cli"

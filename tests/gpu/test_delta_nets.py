@@ -11,8 +11,8 @@ import pytest
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.cpu import lane_math
-from kog_dist.model.checkpoint import random_tensors
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
+from kog_dist.model.written_checkpoint import random_tensors
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, to_values, to_words
 from kog_dist.workers.cuda.kernel_shape import KernelShape

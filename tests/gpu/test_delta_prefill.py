@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kog_dist.decode.coding import Coding
-from kog_dist.model.checkpoint import random_tensors
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors
 from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, to_values, to_words
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel

@@ -14,11 +14,12 @@ import pytest
 
 from kog_dist.bench.shapes import MOE, QUANTISED, named_shape
 from kog_dist.decode.coding import Coding
-from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, write_stored_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.layout import EXPERTS
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import write_stored_checkpoint
 from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
 from kog_dist.workers.cuda.kernel_shape import KernelShape

@@ -16,9 +16,9 @@ from kog_dist.bench.engine.session import engine_session
 from kog_dist.bench.fakes.made_tokenizer import write_tokenizer
 from kog_dist.bench.shapes import named_spec
 from kog_dist.decode.request import KvCopy, KvCopyKind, KvUse
-from kog_dist.model.checkpoint import random_tensors, write_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, Tokens
 from kog_dist.workers.cuda.kernel_shape import KernelShape

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from kog_dist.bench.shapes import DENSE
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_format import CODE_BITS
 from kog_dist.workers.cuda.load import load_weights

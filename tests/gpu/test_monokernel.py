@@ -12,9 +12,10 @@ import torch
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.sampling import sample
 from kog_dist.errors import DeviceError
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.runtime.ring import NO_TOKEN, Finish
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.notes import Watch
 from kog_dist.runtime.ring import Finish

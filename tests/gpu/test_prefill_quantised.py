@@ -10,11 +10,12 @@ import pytest
 from kog_dist.bench.shapes import DENSE
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import Coding
-from kog_dist.model.checkpoint import open_checkpoint, write_stored_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.formats.rounding import rounded
 from kog_dist.model.formats.weight_format import CodedMatrix
 from kog_dist.model.layout import layer_prefix, tensor_layouts
 from kog_dist.model.published_config import read_config
+from kog_dist.model.written_checkpoint import write_stored_checkpoint
 from kog_dist.workers.cuda.coded_source import codings_of
 from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows
 from kog_dist.workers.cuda.kernel_shape import KernelShape

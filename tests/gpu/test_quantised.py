@@ -13,11 +13,12 @@ import torch
 from kog_dist.bench.shapes import DENSE
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import HEAD_CODING, Coding
-from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, write_stored_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.formats.head import rounded_rows
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import write_stored_checkpoint
 from kog_dist.workers.cuda.coded_source import coding_of, codings_of
 from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows
 from kog_dist.workers.cuda.kernel_shape import KernelShape

@@ -26,10 +26,11 @@ from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.sampling import Candidate, Sampler, token_logprobs
 from kog_dist.errors import AbortedError, PlanError
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.rope_scaling import Llama3Scaling
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent

@@ -13,7 +13,8 @@ import pytest
 from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.request import KvUse
-from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.runtime.control import KvLayout
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.coordinator import kept_caches

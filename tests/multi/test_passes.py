@@ -16,8 +16,9 @@ from kog_dist.decode.cpu.passes import pass_sizes
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.plan.validate import check
 from kog_dist.errors import PlanError
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.sampling_params import SamplingParams
 from tests.multi.test_bits import SPECS, SWEPT, ThreadExchange, run_ranks
 from tests.sweeps import cases

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class FakeGpu:
     peer_status: int | None = 0  # of those that are not blocked
 
 
-class FakeNvml:
+class FakeNvml(ModuleType):
     """Answers like the binding. `init_error`: code with which nvmlInit fails."""
 
     NVMLError = NVMLError
@@ -59,6 +59,7 @@ class FakeNvml:
     NVML_GPU_FABRIC_STATE_NOT_SUPPORTED, NVML_GPU_FABRIC_STATE_COMPLETED = 0, 3
 
     def __init__(self, gpus: Sequence[FakeGpu] = (), *, init_error: int | None = None) -> None:
+        super().__init__("pynvml")
         self.gpus = list(gpus)
         self.init_error = init_error
         self.num_sessions = 0

@@ -19,10 +19,11 @@ from kog_dist.errors import CheckpointError, ConfigError, KogError, LaunchError
 from kog_dist.gateway.model_files import read_model
 from kog_dist.launch import flags, inspection
 from kog_dist.model.chat_template import ChatTemplate
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.manifest import MANIFEST_NAME
 from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME
 from kog_dist.model.template_sandbox import make_environment
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.runtime import memfd
 from kog_dist.workers.coordinator.model_folder import ModelFolder
 from tests.fuzz.json_mutation import mutate_json

@@ -17,11 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.layout import EMBEDDING, head_name, tensor_layouts
 from kog_dist.model.safetensors_file import SafetensorsFile
 from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 
 BASE: dict[str, Any] = {
     "hidden_size": 16, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 32, "vocab_size": 36,
@@ -233,7 +234,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 from kog_dist.errors import CheckpointError
-from kog_dist.model.checkpoint import random_tensors, write_checkpoint
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 spec = ModelSpec(**{SPEC})
 tensors = random_tensors(spec, 0)

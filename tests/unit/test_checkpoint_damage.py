@@ -16,12 +16,13 @@ import pytest
 from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint, write_manifest
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.layout import EMBEDDING, tensor_layouts
 from kog_dist.model.manifest import MANIFEST_NAME
 from kog_dist.model.safetensors_file import SafetensorsFile
 from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint, write_manifest
 
 SPEC = ModelSpec(
     hidden_size=16, num_layers=2, num_heads=8, num_kv_heads=4, intermediate_size=32, vocab_size=36, num_lanes=4, delay=1

@@ -25,9 +25,9 @@ from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.sampling import token_logprobs
 from kog_dist.errors import AbortedError
-from kog_dist.model.checkpoint import random_tensors, write_checkpoint
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.runtime.control import AbortCause, ControlPage, RankState
 from kog_dist.runtime.memfd import Segment
 from kog_dist.runtime.ring import NO_TOKEN, Finish

@@ -23,10 +23,10 @@ from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.kv_formats import KV_FORMATS
-from kog_dist.model.checkpoint import random_tensors
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE

@@ -16,9 +16,10 @@ from kog_dist.decode.plan.plan import LARGEST_VOCAB, make_plan
 from kog_dist.decode.plan.validate import validate
 from kog_dist.decode.sampling.processors import fixed_top_p, lowest_distance, select
 from kog_dist.errors import ConfigError, PlanError, RequestError
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.rope_scaling import Llama3Scaling
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.model_limits import MAX_LAYERS
 from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.sampling_params import GREEDY, SamplingParams

@@ -16,12 +16,13 @@ from kog_dist.config import LaunchConfig
 from kog_dist.errors import CheckpointError
 from kog_dist.launch.inspection import check
 from kog_dist.launch.target import model_folder
-from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.hub_cache import cache_folder, find_snapshot, hub_name, is_hub_name
 from kog_dist.model.manifest import MANIFEST_NAME
 from kog_dist.model.safetensors_file import narrow, write_safetensors
 from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from tests.unit.gguf_files import random_tensors as random_gguf_tensors
 from tests.unit.gguf_files import write_gguf
 

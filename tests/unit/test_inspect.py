@@ -12,8 +12,9 @@ import pytest
 from kog_dist.bench.kernel.inspect import LIMITS, Expected, compare, first_suspicious, limited, limited_weights, table
 from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.sampling import sample
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.published import Published, pair_values
 

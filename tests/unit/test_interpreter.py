@@ -15,11 +15,12 @@ from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.plan.plan import Plan, make_plan
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.errors import ConfigError, PlanError
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.rope import rope_table
 from kog_dist.model.rope_scaling import Llama3Scaling
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 from kog_dist.model.weights import RankWeights
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.sampling_params import SamplingParams
 from tests.unit.staggered import staggered_plan
 

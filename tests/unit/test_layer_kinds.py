@@ -22,12 +22,12 @@ from kog_dist.decode.plan.steps import Kind, Phase, Site, Value
 from kog_dist.decode.plan.validate import check, validate
 from kog_dist.errors import ConfigError
 from kog_dist.model import layout
-from kog_dist.model.checkpoint import random_tensors
 from kog_dist.model.layers import AttentionMixer, Ffn, LayerSpec, Norm
 from kog_dist.model.layout import KindTensors, TensorLayout, lane_first, tensor_layouts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weights import RankReader, RankWeights
+from kog_dist.model.written_checkpoint import random_tensors
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 

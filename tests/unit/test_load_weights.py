@@ -21,9 +21,10 @@ from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.tape_packing import OpShape, interleave, take_off_tape, unpack
 from kog_dist.errors import CheckpointError
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
-from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.workers.cuda import load, staging
 from kog_dist.workers.cuda.device_weights import DeviceWeights, pack_tape, to_values, to_words
 from kog_dist.workers.cuda.kernel_shape import KernelShape

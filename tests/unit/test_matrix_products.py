@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from kog_dist.bench.fakes.tiny_model import TINY
 from kog_dist.decode.cpu import host_library, matrix_products
 from kog_dist.decode.cpu.cpu_weights import matrix_bytes
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.safetensors_file import narrow, widen
 from kog_dist.model.weights import BFLOAT16
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.system.files import is_ours_alone
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16"}

@@ -365,7 +365,7 @@ def test_a_launch_says_where_everything_is(kernel: Monokernel) -> None:
         "num_stop_ids": 2,
     }
     wanted |= {"vocab_first": 48, "num_steps": 3, "request_tag": 9}
-    found = {name: params[name] for name in params.dtype.names if name != "stop_ids"}
+    found = {name: params[name] for name in params.dtype.names or () if name != "stop_ids"}
     assert {name: int(value) for name, value in found.items() if value} == wanted
     assert params["stop_ids"].tolist()[:3] == [4, 5, 0]
     kernel._slot.sampling = SamplingParams()

@@ -12,8 +12,9 @@ import pytest
 from kog_dist.cuda import build
 from kog_dist.decode.cpu import host_library
 from kog_dist.launch.progress import RankStart, StartupProgress, bar, starts_of, waiting_for
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.runtime.control import ControlPage, RankState
 from kog_dist.runtime.startup import DOING, StartReport, StartStage, StartTeller, compiling
 

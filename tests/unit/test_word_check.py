@@ -15,8 +15,9 @@ from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.bench.shapes import named_shape
 from kog_dist.decode.plan.word_check import Event, Version, WordCheck
 from kog_dist.errors import PlanError
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kernel_words import TokenEvents, check_words, tokens_to_check, word_findings
 from kog_dist.workers.engines.cuda_device import kernel_shapes

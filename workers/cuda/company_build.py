@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kog_dist.collectives.mailbox import place
+from kog_dist.cuda.device_array import DeviceStream
 from kog_dist.errors import ConfigError
 from kog_dist.late_numpy import np
 from kog_dist.records import dataclass
@@ -145,7 +146,7 @@ class CompanyBuild:
         self.logits = cupy.zeros((tokens, end - first), cupy.float32)  # of each seat, of the last pass that had logits
         self._state = cupy.zeros(DECODE_STATE.size_bytes, cupy.uint8)
 
-    def params(self, of_launch: NDArray[Any], peers: bytes, seats: Sequence[CompanySeat | None], nets: bytes = b"") -> bytes:
+    def params(self, of_launch: NDArray[np.void], peers: bytes, seats: Sequence[CompanySeat | None], nets: bytes = b"") -> bytes:
         """The raw parameters of a launch, for whoever queues it: `num_ctas` thread blocks of `num_threads`.
 
         `of_launch`: `DECODE_PARAMS` as another build has them, of which weights, record, host page, limit and `num_steps` count;
@@ -163,7 +164,8 @@ class CompanyBuild:
         of_nets = nets + company_states_params(seats) if nets else b""
         return of_launch.tobytes() + peers + company_params(seats) + of_nets
 
-    def state(self, stream: Any) -> Any:
+    def state(self, stream: DeviceStream | None) -> np.void:
         """What the last launch left, as a `DECODE_STATE` record: epoch, num_kept (seats that went on in the last pass) and
         abort_mirror; 1: a wait ran out of time, or the host asked for it. Waits for the launches on `stream`."""
-        return np.frombuffer(self._state.get(stream=stream).tobytes(), DECODE_STATE.dtype)[0]
+        left: np.void = np.frombuffer(self._state.get(stream=stream).tobytes(), DECODE_STATE.dtype)[0]
+        return left

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from kog_dist.cuda.device_array import DeviceStream
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.draft_builds import NOWHERE
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, HOST_PAGE, OTHERS_WAIT_TAG
@@ -41,7 +40,7 @@ class DeviceSlot:
         self.has_drafts = self.has_undrafted = False  # `has_undrafted`: passes without drafts, which these do not know of
         self.begins_at_head = False  # the next launch
         self.stop_position = NOWHERE  # of the next launch: see `Monokernel.launch`
-        self.left: Any = None  # what the last launch left in `state`, once that was read
+        self.left: np.void | None = None  # what the last launch left in `state`, once that was read
 
     def leave_early(self) -> None:
         """Let launches end behind a pass; the request that is to end goes on to be told so."""
@@ -53,7 +52,7 @@ class DeviceSlot:
         if self.host["cancelled_tag"].item() == OTHERS_WAIT_TAG:
             self.host["cancelled_tag"] = 0
 
-    def goes_on_from(self, other: DeviceSlot, stream: Any) -> None:
+    def goes_on_from(self, other: DeviceSlot, stream: DeviceStream) -> None:
         """Queue that passes, exchanges and hashes are counted on from where the other slot's launches will have left them."""
         from cupy.cuda import runtime
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -30,10 +29,8 @@ from kog_dist.model.layout import (
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType
 from kog_dist.records import dataclass
-from kog_dist.workers.cuda.expert_weights import DeviceExperts, ExpertsBatch, behind, interleaved, put_expert
+from kog_dist.workers.cuda.expert_weights import DeviceExperts, ExpertsBatch, GpuArray, Matrix, behind, interleaved, put_expert
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-
-GpuArray = Any  # cupy.ndarray; cupy has no types
 
 # Matrix (rows, K) of a phase as 16-bit words on the GPU: (phase, layer, hosted lane counted from 0, or the first of
 # `KernelShape.lanes_of`, whose matrices stand one below the other). GATE_UP is interleaved, ROUTE has no lane (0).
@@ -389,7 +386,7 @@ class _Experts:
         words, experts = self._tensors(name), self._experts
         return words if experts.coding is None else beside_codes(words, name, experts.coding, experts.weight_dtype)
 
-    def _parts(self, start: str) -> tuple[Any, list[Any]]:
+    def _parts(self, start: str) -> tuple[Matrix, list[Matrix]]:
         """Gate and up rows of all hosted lanes in turn, and each lane's `down`."""
         gate, up, down = (f"{start}{name}.weight" for name in ("w1", "w3", "w2"))
         lanes = range(len(self._hosted))

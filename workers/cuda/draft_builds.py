@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kog_dist.collectives.mailbox import place
+from kog_dist.cuda.device_array import DeviceStream
 from kog_dist.decode.pass_drafts import PATIENCE, PassDrafts, in_units
 from kog_dist.errors import ConfigError
 from kog_dist.late_numpy import np
@@ -157,8 +158,8 @@ class DraftBuilds:
         prediction: Sequence[int],
         max_tokens: int,
         first_position: int,
-        state: NDArray[Any],
-        stream: Any,
+        state: NDArray[np.void],
+        stream: DeviceStream,
     ) -> None:
         """Set up the request of a slot, whose passes begin at `first_position`, in `state`; no launch may be under way."""
         from cupy.cuda import runtime
@@ -184,7 +185,7 @@ class DraftBuilds:
         state["draft_tokens"] = drafts.num_found
 
     def resume(
-        self, slot: int, first_position: int, token_ids: Sequence[int], position: int, state: NDArray[Any], stream: Any
+        self, slot: int, first_position: int, token_ids: Sequence[int], position: int, state: np.void, stream: DeviceStream
     ) -> None:
         """Go on at `position`: what was decoded without drafts, from `first_position` on. No launch may be under way."""
         from cupy.cuda import runtime
@@ -205,7 +206,7 @@ class DraftBuilds:
         params["extra"], params["edge"] = in_units(self.costs.extra), in_units(self.costs.edge)
         return params.tobytes()
 
-    def measure(self, launch: Callable[[Kernel, int], None], stream: Any) -> PassCosts:
+    def measure(self, launch: Callable[[Kernel, int], None], stream: DeviceStream) -> PassCosts:
         """What passes cost. `launch` queues so many of a build, none of which leaves early, at MEASURED_POSITION."""
         import cupy
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import mmap
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kog_dist.cuda.device_array import DevicePointer
 from kog_dist.cuda.driver import HostMapping
 from kog_dist.decode.cpu.pool_sizes import states_within
 from kog_dist.decode.request import KvCopyKind, KvUse
@@ -69,8 +71,8 @@ class KvBlocks:
 
         self.shape, self._kv_ptr, self._slots, self._nets_ptr = shape, kv_ptr, slots, nets_ptr
         self._block_bytes, self._state_bytes = block_bytes(shape), net_bytes(shape)
-        self._memory: Any = cupy.cuda.Memory(slots * self._block_bytes)  # not of the pool, which rounds up
-        self._states: Any = cupy.cuda.Memory(states * self._state_bytes) if states else None
+        self._memory: DevicePointer = cupy.cuda.Memory(slots * self._block_bytes)  # not of the pool, which rounds up
+        self._states: DevicePointer | None = cupy.cuda.Memory(states * self._state_bytes) if states else None
         self._host = _HostMemory(host_slots * self._block_bytes) if host_slots else None
         self._num_states = states
         self._host_states = _HostMemory(host_states * self._state_bytes) if host_states else None
@@ -116,6 +118,7 @@ class KvBlocks:
 
     def _state_address(self, slot: int) -> int:
         if slot < self._num_states:
+            assert self._states is not None
             return int(self._states.ptr) + slot * self._state_bytes
         assert self._host_states is not None
         return self._host_states.address + (slot - self._num_states) * self._state_bytes
@@ -146,7 +149,7 @@ class _HostMemory:
         self._mapping.close()
 
 
-def _touch(part: Any) -> None:
+def _touch(part: NDArray[np.uint8]) -> None:
     part[:: mmap.PAGESIZE] = 0
 
 

@@ -21,8 +21,8 @@ from kog_dist.model.checkpoint import Checkpoint
 from kog_dist.model.layout import EXPERTS, ffn_prefixes, tensor_layouts
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.coded_source import CodesReader, is_coded
-from kog_dist.workers.cuda.device_weights import DeviceWeights, GpuArray, from_tensors, needed_parts, needed_rows
-from kog_dist.workers.cuda.expert_weights import ExpertsBatch
+from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_parts, needed_rows
+from kog_dist.workers.cuda.expert_weights import ExpertsBatch, GpuArray
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.stacked_source import StacksReader, stacked_experts
 from kog_dist.workers.cuda.staging import READERS, Stages

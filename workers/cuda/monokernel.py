@@ -5,14 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.collectives.mailbox import place
 from kog_dist.collectives.words import WORD_BYTES, pair_tags
 from kog_dist.cuda.build import prebuild
+from kog_dist.cuda.device_array import DeviceArray, DeviceStream
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.pass_drafts import in_units
 from kog_dist.decode.plan.steps import NONE, Phase
@@ -108,7 +110,7 @@ class Monokernel:
         self._head_start: HeadStart | None = None
         context = shape.spec.max_context
         first, last = shape.head.vocab_rows
-        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream: DeviceStream = cupy.cuda.Stream(non_blocking=True)
         self._logits = cupy.zeros((shape.tokens, last - first), cupy.float32)
         self._drafts = cupy.zeros(context, cupy.uint32) if shape.tokens > 1 else None
         self.kv = cupy.zeros(num_caches * shape.cache.num_bytes, cupy.uint8)
@@ -223,9 +225,10 @@ class Monokernel:
         self._drafts[first_position : first_position + len(tokens)].set(np.asarray(tokens, np.uint32))
 
     @property
-    def logits(self) -> Any:
+    def logits(self) -> DeviceArray:
         """float32 of the last token that had logits, this rank's rows. Waits for the launches where a pass has several tokens."""
-        return self._logits[0 if self.shape.tokens == 1 else max(int(self.state()["num_kept"]), 1) - 1]
+        logits: DeviceArray = self._logits[0 if self.shape.tokens == 1 else max(int(self.state()["num_kept"]), 1) - 1]
+        return logits
 
     def _forget_epochs(self) -> None:
         self._epoch = self._num_heads_alone = 0  # at the beginning of the request; its steps without layers
@@ -252,7 +255,7 @@ class Monokernel:
         while any((since * (num_layers + 1) - layer) % 0x10000 == 0 for layer in left):
             self._epoch, since = self._epoch + 2, since + 2
 
-    def launch(self, num_steps: int, stamps: Any = None, *, stop_position: int = NOWHERE) -> None:
+    def launch(self, num_steps: int, stamps: DeviceArray | None = None, *, stop_position: int = NOWHERE) -> None:
         """Queue at most `num_steps` more passes (those of the prompt count); does nothing once the request has ended.
 
         `stamps`: uint64 array on the GPU for the time in ns at the end of each pass. `stop_position`: with drafts and delta nets,
@@ -286,7 +289,9 @@ class Monokernel:
         """How many requests a pass may have."""
         return self._company[-1].shape.tokens if self._company else 1
 
-    def launch_together(self, slots: Sequence[int], num_steps: int, stamps: Any = None, *, least_seats: int = 1) -> None:
+    def launch_together(
+        self, slots: Sequence[int], num_steps: int, stamps: DeviceArray | None = None, *, least_seats: int = 1
+    ) -> None:
         """Queue at most `num_steps` passes, of which each has a token of the requests of all these decode slots that go on.
 
         They have no processors, and those that begin with streams have had a launch of their own. Nothing is drafted; a launch of
@@ -395,7 +400,7 @@ class Monokernel:
         """What delta nets keep of the slot's request, which goes with its KV cache; 0 in a model without."""
         return 0 if self.nets is None else int(self.nets.data.ptr) + slot.cache * net_bytes(self.shape)
 
-    def _params(self, num_steps: int) -> Any:
+    def _params(self, num_steps: int) -> NDArray[np.void]:
         weights, slot = self.weights, self._slot
         params = np.zeros((), DECODE_PARAMS.dtype)
         arrays = {
@@ -459,14 +464,15 @@ class Monokernel:
         assert self._slot.processors is not None, "made without the build with processors"
         return self._slot.processors.logprobs(index, self._slot.tag)
 
-    def choices(self, first: int, end: int) -> Any:
+    def choices(self, first: int, end: int) -> NDArray[np.uint64]:
         """Which experts were chosen at positions [first, end), the newest ones: uint64 (positions, layers, thread blocks).
 
         Their numbers in ascending order, 8 bits each, the first one lowest. Waits for the launches.
         """
         assert self._choices is not None, "made without choices of experts"
         assert end - first <= CHOICE_POSITIONS, "older ones are overwritten"
-        return self._choices.get(stream=self.stream)[np.arange(first, end) % CHOICE_POSITIONS]
+        newest: NDArray[np.uint64] = self._choices.get(stream=self.stream)
+        return newest[np.arange(first, end) % CHOICE_POSITIONS]
 
     def copy_beginning(self, source: int, cache: int, num_positions: int) -> None:
         """Queue that a KV cache gets the first positions of another one."""
@@ -517,7 +523,7 @@ class Monokernel:
         for together in ran:
             self._check_left(together.state(self.stream), together)
 
-    def _check_left(self, left: Any, together: CompanyBuild | None) -> None:
+    def _check_left(self, left: np.void, together: CompanyBuild | None) -> None:
         if int(left["abort_mirror"]):
             record = WaitRecord.unpack(self._record.get().tobytes())
             if record.elapsed_ns:
@@ -602,11 +608,11 @@ class Monokernel:
             self._forget_epochs()
         cupy.cuda.Device().synchronize()  # they were filled on another stream than the kernel's
 
-    def state(self) -> Any:
+    def state(self) -> np.void:
         """What the request's last launch left, as a `DECODE_STATE` record. Waits for it; a second look costs nothing."""
         return self._left_by(self._slot)
 
-    def _left_by(self, slot: DeviceSlot) -> Any:
+    def _left_by(self, slot: DeviceSlot) -> np.void:
         if slot.left is None:
             slot.left = np.frombuffer(slot.state.get(stream=self.stream).tobytes(), DECODE_STATE.dtype)[0]
         return slot.left

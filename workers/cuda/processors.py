@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from kog_dist.collectives.words import WORD_BYTES
+from kog_dist.cuda.device_array import DeviceArray, DeviceStream
 from kog_dist.cuda.driver import HostMapping, Kernel
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.sampling.logprobs import logprobs_of
@@ -62,7 +62,7 @@ class ProcessorsBuild:
         self._choices_ptr = words_ptr + WORD_BYTES * shape.words.offset_of("Choice")
         self._request, self._params = ProcessedRequest(), np.zeros((), PROCESSOR_PARAMS.dtype)
 
-    def begin(self, request: ProcessedRequest, sampling: SamplingParams, prompt: Sequence[int], stream: Any) -> None:
+    def begin(self, request: ProcessedRequest, sampling: SamplingParams, prompt: Sequence[int], stream: DeviceStream) -> None:
         """Set up a request; no launch may be under way. Raises ValueError for a grammar if there are no masks."""
         if request.mask_epoch and self._masks is None:
             raise ValueError("this kernel was made without masks")
@@ -83,13 +83,13 @@ class ProcessorsBuild:
         if self._masks is not None:
             self._params["mask_ptr"] = self._masks.device_ptr
 
-    def _spread(self, rows: Any, ids: Sequence[int], values: Any) -> None:
+    def _spread(self, rows: NDArray[np.generic], ids: Sequence[int], values: ArrayLike) -> None:
         """Set this rank's rows of some ids."""
         where = np.asarray(ids, np.int64) - self._first
         own = (where >= 0) & (where < self._num_rows)
         rows[where[own]] = np.broadcast_to(np.asarray(values, rows.dtype), where.shape)[own]
 
-    def _upload(self, held: Any, staged: Any, stream: Any) -> None:
+    def _upload(self, held: DeviceArray, staged: NDArray[np.generic], stream: DeviceStream) -> None:
         from cupy.cuda import runtime
 
         runtime.memcpyAsync(held.data.ptr, staged.ctypes.data, staged.nbytes, runtime.memcpyHostToDevice, stream.ptr)
@@ -138,7 +138,7 @@ def processors_builds(
     return made
 
 
-def request_params(shape: KernelShape, request: ProcessedRequest, sampling: SamplingParams) -> Any:
+def request_params(shape: KernelShape, request: ProcessedRequest, sampling: SamplingParams) -> NDArray[np.void]:
     """A `PROCESSOR_PARAMS` record of a request, without pointers."""
     asked, params = request.sampling, np.zeros((), PROCESSOR_PARAMS.dtype)
     filtered = sampling.temperature > 0 and asked.has_filters
@@ -151,7 +151,7 @@ def request_params(shape: KernelShape, request: ProcessedRequest, sampling: Samp
         ProcessorFlag.REPORTS: request.sampling.logprobs is not None,
     }
     params["flags"] = sum(flag for flag, is_wanted in wanted.items() if is_wanted)
-    floats: dict[str, Any] = {
+    floats: dict[str, float | np.float32] = {
         "repetition": asked.repetition_penalty,
         "frequency": asked.frequency_penalty,
         "presence": asked.presence_penalty,

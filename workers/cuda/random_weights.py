@@ -15,7 +15,8 @@ from kog_dist.decode.coding import CODED_COLUMNS
 from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.layout import EMBEDDING, EXPERTS, tensor_layouts
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.cuda.device_weights import DeviceWeights, GpuArray, from_tensors, needed_rows, to_words
+from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
+from kog_dist.workers.cuda.expert_weights import GpuArray
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 _DRAWN = 1 << 24
@@ -107,7 +108,7 @@ def random_codes(shape: KernelShape, name: str, lane: int, seed: int) -> Codes:
 def random_tensor(spec: ModelSpec, name: str, seed: int, dtype: str = "bfloat16", *, router_skew: float = 1.0) -> GpuArray:
     """A whole tensor of random 16-bit words, made on the GPU; equal for equal arguments.
 
-    Scaled as `checkpoint.random_tensors` does it: matrices by 1 / sqrt(fan-in), norm weights around 1. `router_skew`: see
+    Scaled as `written_checkpoint.random_tensors` does it: matrices by 1 / sqrt(fan-in), norm weights around 1. `router_skew`: see
     `random_weights`.
     """
     import cupy

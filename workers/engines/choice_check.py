@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +32,7 @@ class ChoiceCheck:
         first, self._position = self._position, int(kernel.state()["position"])
         if self._position == first:
             return
-        choices: NDArray[Any] = kernel.choices(first, self._position)
+        choices = kernel.choices(first, self._position)
         finding = self._first_difference(choices, first, blocks_of=self._rank)
         own = _FINDING + finding.encode() if finding else _CHOICES + choices[:, :, 0].astype("<u8").tobytes()
         given = self._gather(own)
@@ -45,7 +44,7 @@ class ChoiceCheck:
         if finding:
             raise PlanError(finding)
 
-    def _first_difference(self, choices: NDArray[Any], first: int, blocks_of: int | None = None) -> str:
+    def _first_difference(self, choices: NDArray[np.uint64], first: int, blocks_of: int | None = None) -> str:
         """See `difference`: of the first token, from position `first`, and layer of (tokens, layers, ranks or thread blocks)."""
         differs = (choices != choices[:, :, :1]).any(axis=2)
         if not differs.any():

@@ -7,15 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
-
-from numpy.typing import NDArray
 
 from kog_dist.decode.cpu.cursor import PassPart
 from kog_dist.decode.cpu.interpreter import Interpreter, StepOutput
 from kog_dist.decode.drafts import NO_DRAFT, Drafter
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest, KvCopyKind, KvUse
+from kog_dist.late_numpy import Array
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.runtime.stages import RankStage
@@ -160,7 +158,7 @@ class CpuRequest:
         self._put(self._index, NO_TOKEN, None, None, Finish.CANCELLED)
         self.finish = Finish.CANCELLED
 
-    def _tell(self, idx: int, token_id: int, logits: NDArray[Any]) -> bool:
+    def _tell(self, idx: int, token_id: int, logits: Array) -> bool:
         """Put a token of the pass into the ring while the pass runs, for the grammar process; false: the answer ends with it."""
         output = StepOutput(token_id, logits, True, False)
         if self._finish(output, idx) is not Finish.NONE:
@@ -194,7 +192,7 @@ class CpuRequest:
         self,
         index: int,
         token_id: int,
-        digested: NDArray[Any] | None,
+        digested: Array | None,
         logprobs: TokenLogprobs | None,
         finish: Finish,
         drafted: Drafted = NOT_DRAFTED,

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
     from kog_dist.model.checkpoint import Checkpoint
     from kog_dist.workers.cuda.kernel_shape import KernelShape
+    from kog_dist.workers.cuda.monokernel import Monokernel
 
 ALONE_WAIT_US = 500_000  # longest wait on the device
 AMONG_PEERS_WAIT_US = 2_000_000  # hosts start their launches at different times; a stopped one is found sooner, by its heartbeat
@@ -82,9 +83,9 @@ class CudaEngine:
                 self._meet_peers(CudaPeers(args, gpu.control, shapes, deadline), checkpoint, plan.digest())
             else:
                 compile_ahead(shapes, args)
-            self._load(checkpoint, own)
+            kernel = self._load(checkpoint, own)
             gpu.choices = self._choice_check(own)
-            self._caches.make(own, gpu.kernel, self._drafting.most_drafted)
+            self._caches.make(own, kernel, self._drafting.most_drafted)
             gpu.max_context = checkpoint.spec.max_context
             StartTrial(gpu, self._drafting, self._start).run()
 
@@ -103,13 +104,13 @@ class CudaEngine:
         peers.agree(checkpoint, plan_digest, device_index(self._gpu.args.device))
         peers.build()
 
-    def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> None:
+    def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> Monokernel:
         """Make the kernel, with the weights of this rank, and prefill if it is wanted and can be had."""
         gpu, drafting = self._gpu, self._drafting
         peers = gpu.peers
         drafting.with_processors = gpu.args.drafts and drafts_processors(shape)
         self._requests.prompts.min_tokens = min_prefill_tokens(shape)
-        gpu.loaded, gpu.prefill = Start(
+        kernel, gpu.prefill = Start(
             gpu.args,
             shape,
             checkpoint,
@@ -121,6 +122,8 @@ class CudaEngine:
             forced=gpu.control.forced_slots if drafting.with_processors else None,
             first_cause=str if peers is None else partial(self._first_cause, peers),
         ).load()
+        gpu.loaded = kernel
+        return kernel
 
     def _choice_check(self, shape: KernelShape) -> ChoiceCheck | None:
         """What compares the experts that are chosen, if that is wanted."""

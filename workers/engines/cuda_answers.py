@@ -6,8 +6,8 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode.reported import TokenLogprobs
@@ -136,14 +136,14 @@ class CudaAnswers:
             time.sleep(POLL_S)
         return found
 
-    def _logits(self, seq: int) -> NDArray[Any] | None:
+    def _logits(self, seq: int) -> NDArray[np.float32] | None:
         """The float32 logits (vocab_size,) of the token that was just decoded; None on ranks above 0. Collective."""
         gpu = self._gpu
         gpu.await_launches(f"left request {seq}")
-        own: NDArray[Any] = gpu.kernel.logits.get(stream=gpu.kernel.stream)
+        own: NDArray[np.float32] = gpu.kernel.logits.get(stream=gpu.kernel.stream)
         return own if gpu.peers is None else gpu.peers.gather_logits(own)
 
-    def _put(self, one: CudaRequest, token: Token, digested: NDArray[Any] | None, logprobs: TokenLogprobs | None) -> None:
+    def _put(self, one: CudaRequest, token: Token, digested: NDArray[np.float32] | None, logprobs: TokenLogprobs | None) -> None:
         """Rank 0 hands a token out, with a digest of the logits `digested`."""
         if self._gpu.rank != 0:
             return
@@ -169,5 +169,5 @@ class CudaAnswers:
             self._caches.clear(one.cache)
 
 
-def _sha256(logits: NDArray[Any]) -> bytes:
+def _sha256(logits: NDArray[np.float32]) -> bytes:
     return hashlib.sha256(logits.astype("<f4").tobytes()).digest()

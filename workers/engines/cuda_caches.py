@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kog_dist.decode.request import KvCopy, KvCopyKind, KvUse
 from kog_dist.runtime.control import KvLayout
@@ -17,6 +17,7 @@ from kog_dist.workers.prefill.base.delta_blocks import BLOCK
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
+    from kog_dist.workers.cuda.monokernel import Monokernel
 
 
 class CudaCaches:
@@ -31,7 +32,7 @@ class CudaCaches:
         self.states: CudaStates | None = None
         self._cleared = dict[int, int]()  # by KV cache that a fault has emptied: the newest request that may want to copy from it
 
-    def make(self, shape: KernelShape, kernel: Any, most_drafted: int) -> None:
+    def make(self, shape: KernelShape, kernel: Monokernel, most_drafted: int) -> None:
         """The pool, if there is memory for one, and the model can have one; said in the control page. And the books of states.
 
         `most_drafted`: tokens of a pass. Drafts that were wrong are in the way of as many of the oldest positions.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +63,7 @@ class CudaPeers:
 
         from kog_dist.workers.cuda.build import cubin_name
 
-        runtime: Any = cupy.cuda.runtime
+        runtime: ModuleType = cupy.cuda.runtime
         name = runtime.getDeviceProperties(device)["name"]
         kernels = sorted({cubin_name(generated, source) for generated, source in self._builds()})
         terms = common_terms(self._args, checkpoint, plan_digest) | {

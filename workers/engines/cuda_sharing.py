@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
+from kog_dist.cuda.device_array import DeviceEvent
 from kog_dist.runtime.ring import Finish
 from kog_dist.workers.engines.cuda_answers import CudaAnswers
 from kog_dist.workers.engines.cuda_drafting import CudaDrafting
@@ -35,7 +35,7 @@ class SharedPasses:
         them ends or another request wants its turn; what they give is handed out as it comes. Where they are too many for a pass
         they have one in turn. They also end where a copy of somebody's state is due.
         """
-        gpu, kernel, queued = self._gpu, self._gpu.kernel, deque[Any]()
+        gpu, kernel, queued = self._gpu, self._gpu.kernel, deque[DeviceEvent]()
         most = kernel.most_together()
         groups = [[one.slot for one in together[number : number + most]] for number in range(0, len(together), most)]
         num_launches, have_others = 0, len(together) < len(running)

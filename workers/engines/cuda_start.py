@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kog_dist.cuda.errors import is_out_of_memory
 from kog_dist.errors import AbortedError, CheckpointError, LaunchError
@@ -16,14 +16,15 @@ from kog_dist.runtime.startup import NOBODY, StartStage, StartTeller
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
+    from kog_dist.cuda.device_array import DeviceArray
     from kog_dist.model.checkpoint import Checkpoint
     from kog_dist.runtime.forced import ForcedSlot
     from kog_dist.runtime.masks import MaskSlots
     from kog_dist.workers.arguments import WorkerArgs
+    from kog_dist.workers.cuda.device_weights import DeviceWeights
     from kog_dist.workers.cuda.head_start import LastStreams
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
-    from kog_dist.workers.engines.launches import DecodeKernel
     from kog_dist.workers.prefill.base.matrices import Matrices
     from kog_dist.workers.prefill.exchange.peer_exchange import PeerExchange
 
@@ -78,7 +79,7 @@ class Start:
     forced: Sequence[ForcedSlot] | None = None  # of each decode slot, where requests with processors have drafts
     first_cause: Callable[[str], str] = str  # of all ranks, which call it together: one that is not empty; `str` for one rank
 
-    def load(self) -> tuple[DecodeKernel, Prefiller | None]:
+    def load(self) -> tuple[Monokernel, Prefiller | None]:
         """The kernel, and prefill if it is wanted and can be had. Raises CheckpointError, CompileError or LaunchError.
 
         Collective. With `auto` all ranks have prefill, or none: where one fails before the peers' memory is mapped, or when it
@@ -89,8 +90,8 @@ class Start:
         if self.args.prefill == "off":
             return self._without_prefill(partial(self.link, 0)), None
         watch = Watch()
-        loaded: tuple[Any, Matrices] | None = None
-        kernel: DecodeKernel | None = None
+        loaded: tuple[DeviceWeights, Matrices] | None = None
+        kernel: Monokernel | None = None
         heap: CudaHeap | None = None
         cause = self._agreed(obstacle(self.shape))
         watch.ended("cuBLAS")
@@ -112,7 +113,7 @@ class Start:
         note(f"prompts go token by token, since prefill cannot start: {cause}")
         return kernel or self._without_prefill(lambda: heap or self.link(0)), None
 
-    def _without_prefill(self, link: Callable[[], CudaHeap | None]) -> DecodeKernel:
+    def _without_prefill(self, link: Callable[[], CudaHeap | None]) -> Monokernel:
         """The kernel alone."""
         from kog_dist.workers.cuda.load import load_weights
 
@@ -140,7 +141,7 @@ class Start:
             raise refusal(cause)
         return self.first_cause(cause)
 
-    def _load_both(self) -> tuple[Any, Matrices]:
+    def _load_both(self) -> tuple[DeviceWeights, Matrices]:
         """The kernel's weights, and prefill's. Errors of prefill's own are `LaunchError`s that name it."""
         from kog_dist.workers.cuda.load import load_weights
         from kog_dist.workers.prefill import gpu
@@ -148,7 +149,7 @@ class Start:
         with _of_prefill():
             matrices, observe = gpu.matrices_for(self.shape)
 
-        def show(name: str, words: Any) -> None:
+        def show(name: str, words: DeviceArray) -> None:
             with _of_prefill():
                 observe(name, words)
 
@@ -163,7 +164,7 @@ class Start:
             _refuse_without_memory(error)
             raise
 
-    def _make_kernel(self, weights: Any, heap: CudaHeap | None) -> tuple[DecodeKernel | None, str]:
+    def _make_kernel(self, weights: DeviceWeights, heap: CudaHeap | None) -> tuple[Monokernel | None, str]:
         """The kernel beside prefill's weights, if all ranks have room for theirs."""
         made: list[Monokernel] = []
 
@@ -176,14 +177,14 @@ class Start:
             own.close()
         return kernel, cause
 
-    def _make_prefill(self, kernel: Any, matrices: Matrices, ended: Callable[[str], None]) -> Prefiller:
+    def _make_prefill(self, kernel: Monokernel, matrices: Matrices, ended: Callable[[str], None]) -> Prefiller:
         from kog_dist.workers.prefill import gpu
 
         with _of_prefill():
             exchange = None if self.sums is None else self.sums(self.limit_us / 1e6)
             return gpu.prefill_for(kernel, matrices, exchange=exchange, ended=ended, tell=self.tell)
 
-    def _kernel(self, weights: Any, heap: CudaHeap | None) -> Monokernel:
+    def _kernel(self, weights: DeviceWeights, heap: CudaHeap | None) -> Monokernel:
         from kog_dist.workers.cuda.company_build import company_sizes
         from kog_dist.workers.cuda.monokernel import Monokernel
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.cuda.device_array import DeviceEvent, DeviceStream, DeviceValues
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.runtime.ring import Drafted, Finish
 from kog_dist.sampling_params import SamplingParams
@@ -42,10 +46,12 @@ class Token(Protocol):
 class DecodeKernel(Protocol):
     """What this engine needs of `monokernel.Monokernel`."""
 
-    stream: Any
+    @property
+    def stream(self) -> DeviceStream:
+        """Its launches' stream."""
 
     @property
-    def logits(self) -> Any:
+    def logits(self) -> DeviceValues:
         """float32 of the last token that had logits, this rank's rows."""
 
     def rouse(self) -> None:
@@ -95,7 +101,7 @@ class DecodeKernel(Protocol):
     def logprobs(self, index: int) -> TokenLogprobs | None:
         """Those of a token of a request that wants them, None if they are not there yet; on rank 0."""
 
-    def choices(self, first: int, end: int) -> Any:
+    def choices(self, first: int, end: int) -> NDArray[np.uint64]:
         """Experts chosen at positions [first, end), of a kernel that keeps them: see `Monokernel.choices`."""
 
     def copy_beginning(self, source: int, cache: int, num_positions: int) -> None:
@@ -119,7 +125,7 @@ class DecodeKernel(Protocol):
     def finish(self) -> None:
         """Wait for all launches; DeviceError if a wait ran out of time."""
 
-    def state(self) -> Any:
+    def state(self) -> np.void:
         """What the last launch left; its `position` counts those in the KV cache."""
 
     def measure_drafts(self) -> PassCosts:
@@ -179,7 +185,7 @@ class Launches:
         self._answer_steps = ANSWER_STEPS  # of a launch
         self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
         self._has_drafts, self._first_position = has_drafts, first_position
-        self._queued: deque[tuple[Any, int]] = deque()  # event and steps of each launch under way
+        self._queued: deque[tuple[DeviceEvent, int]] = deque()  # event and steps of each launch under way
         if one_by_one or check is not None:
             most = PROMPT_STEPS if check is None else 1 if has_drafts else CHOICE_POSITIONS
             prompt_steps = _chunks(num_prompt_steps, most)

@@ -35,5 +35,5 @@ def pass_costs(interpreter: Interpreter, trial_s: float, rendezvous: Rendezvous,
     return costs_between(dict(_of_rank_0([*measured.items()], rendezvous, deadline)))
 
 
-def _of_rank_0(value: Any, rendezvous: Rendezvous, deadline: Deadline) -> Any:
+def _of_rank_0(value: object, rendezvous: Rendezvous, deadline: Deadline) -> Any:
     return json.loads(rendezvous.all_gather_bytes(json.dumps(value).encode(), deadline)[0])

@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
-
-from numpy.typing import NDArray
+from typing import TypeAlias
 
 from kog_dist.decode.cpu.cursor import Choose
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, Sampler, token_logprobs
 from kog_dist.errors import AbortedError
+from kog_dist.late_numpy import Array
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.masks import MaskWords
 from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.wait import Deadline, WaitResult, wait
 
-Tell: TypeAlias = Callable[[int, int, NDArray[Any]], bool]
+Tell: TypeAlias = Callable[[int, int, Array], bool]
 
 MASK_TIMEOUT_S = 5.0  # a mask takes well below a millisecond, and the grammar process has a whole step for it; not the first
 
@@ -36,7 +35,7 @@ class RootChoice:
         self._first_timeout_s, self._mask_timeout_s = step_timeout_s / 2, min(MASK_TIMEOUT_S, step_timeout_s / 2)
         self._num_chosen = 0
         self._first_position = 0
-        self._last: tuple[int, NDArray[Any]] | None = None  # the choice before, and its logits
+        self._last: tuple[int, Array] | None = None  # the choice before, and its logits
         self._tell: Tell = lambda *_: True
         self.failure = Finish.NONE
         self._sampler: Sampler | None = None
@@ -55,7 +54,7 @@ class RootChoice:
         """Called for each token of the answer in turn; what it chooses stands there, which those after it depend on."""
         return None if self._sampler is None else partial(self._choose, self._sampler)
 
-    def _choose(self, sampler: Sampler, logits: NDArray[Any], position: int) -> Candidate | None:
+    def _choose(self, sampler: Sampler, logits: Array, position: int) -> Candidate | None:
         mask = None
         if self._request.mask_epoch:
             if (idx := position - self._first_position) and self._last is not None and not self._tell(idx - 1, *self._last):
@@ -73,7 +72,7 @@ class RootChoice:
             self._last = (best.token_id, logits)
         return best
 
-    def logprobs(self, token_id: int, logits: NDArray[Any]) -> TokenLogprobs | None:
+    def logprobs(self, token_id: int, logits: Array) -> TokenLogprobs | None:
         """Of a token of the answer, if they are wanted."""
         num_top = self._request.sampling.logprobs
         return None if num_top is None else token_logprobs(logits, token_id, num_top)

@@ -114,7 +114,7 @@ def _stand_for(node: dict[str, Any], root: dict[str, Any], lists: Sequence[str])
     return list(found.values())
 
 
-def _target(reference: str, root: dict[str, Any]) -> Any:
+def _target(reference: str, root: dict[str, object]) -> Any:
     """What a reference within the document leads to; None where it leads nowhere, which the library says."""
     here: Any = root if reference.startswith("#") else None
     for part in reference.split("/")[1:]:

@@ -37,7 +37,7 @@ class CheckEnd(enum.StrEnum):
     LOST = "lost"  # nothing was found out
 
 
-def check_message(number: int, constraint: Constraint, cpu_s: float) -> dict[str, Any]:
+def check_message(number: int, constraint: Constraint, cpu_s: float) -> dict[str, object]:
     """Asks the checker, which may use `cpu_s`; it answers `{"checked": number, "end": CheckEnd, "reason": text or None}`.
 
     The reason is what its client is told; of a check that was lost, why it was.
@@ -49,7 +49,7 @@ def check_message(number: int, constraint: Constraint, cpu_s: float) -> dict[str
 class _Checker:
     """One check. `message`: what was asked."""
 
-    message: dict[str, Any]
+    message: dict[str, object]
     pid: int
     pidfd: int
     watch: StopWatch
@@ -139,5 +139,5 @@ class Checks:
             why = "it needs too much memory" if code in (_OUT_OF_MEMORY, -signal.SIGABRT) else f"its process ended with {code}"
             self._answer(message, CheckEnd.KNOWN, f"{kind} cannot be used: {why}; simplify it")
 
-    def _answer(self, message: dict[str, Any], end: CheckEnd, reason: str | None) -> None:
+    def _answer(self, message: dict[str, object], end: CheckEnd, reason: str | None) -> None:
         self._channel.send(msgpack.packb({"checked": message["check"], "end": end.value, "reason": reason}))

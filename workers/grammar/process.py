@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgpack  # type: ignore[import-untyped]
 
@@ -49,7 +49,7 @@ class GrammarArgs(JsonArguments):
     memory_bytes: int = _MEMORY_BYTES
 
 
-def run_message(seq: int, slot: int, mask_epoch: int, constraint: Constraint, *, drafts: bool) -> dict[str, Any]:
+def run_message(seq: int, slot: int, mask_epoch: int, constraint: Constraint, *, drafts: bool) -> dict[str, object]:
     """Tells the runner to follow request `seq` through its slot's ring. `drafts`: rank 0 wants to know what is forced, too."""
     return {"run": seq, "slot": slot, "mask_epoch": mask_epoch, "drafts": drafts, **constraint.as_message()}
 

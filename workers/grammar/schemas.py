@@ -28,7 +28,7 @@ def in_our_words(reason: str) -> str:
     return _ONE_OF if "coerce_one_of" in reason else reason
 
 
-def _without_unknown_format(schema: dict[str, Any]) -> dict[str, Any]:
+def _without_unknown_format(schema: dict[str, Any]) -> dict[str, object]:
     found = schema.get("format")
     if not isinstance(found, str) or found in FORMATS:
         return schema

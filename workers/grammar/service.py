@@ -75,16 +75,16 @@ class GrammarProcess:
         """Whether nobody has waited for it so far, and whoever does now should not."""
         return self._is_ahead and not self.is_ready and time.monotonic() - self._begin_s > SLOW_S
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, object]) -> None:
         """Ask for something; the process takes one thing at a time. What a dead process is asked, nobody hears."""
         try:
             self.channel.send(msgpack.packb(message))
         except (BlockingIOError, ConnectionError):
             self._child.kill()  # it is dead, or does not read: `receive` says so next
 
-    def receive(self) -> list[dict[str, Any]] | None:
+    def receive(self) -> list[dict[str, object]] | None:
         """What it has answered; None if it has ended, or was not ready in time."""
-        messages: list[dict[str, Any]] = []
+        messages: list[dict[str, object]] = []
         try:
             while packet := self.channel.recv(MAX_PACKET_BYTES):
                 messages.append(msgpack.unpackb(packet))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kog_dist.cuda import cublas_lt
+from kog_dist.cuda.device_array import DeviceArray, DeviceStream
 from kog_dist.cuda.driver import Graph, has_ended, launch_graph
 from kog_dist.decode.plan.recipes import share_stream
 from kog_dist.errors import ConfigError, LaunchError
@@ -80,7 +81,7 @@ def obstacle_on_gpu() -> str:
     return ""
 
 
-def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], None]]:
+def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, DeviceArray], None]]:
     """An empty collection in the products' type, and the observer that `load_weights` fills it through.
 
     Where weights of layers are quantised it has routers alone, and what delta nets have in 16 bit: matrices are expanded from the
@@ -184,7 +185,7 @@ class GraphRunner:
         self,
         layers: Any,
         buffers: Any,
-        stream: Any,
+        stream: DeviceStream,
         tuning: Tuning = DEFAULT,
         prepared: Callable[[], None] = lambda: None,
         tell: StartTeller = NOBODY,

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import field
-from typing import Any
 from urllib.parse import urlsplit
 
 from kog_dist.errors import KogError, RequestFailed
@@ -159,7 +158,7 @@ def _read_events(log: ClientLog, enough: threading.Event, connection: Connection
 def _follow_http(log: ClientLog, enough: threading.Event, url: str) -> None:
     parts, question = urlsplit(url), log.question
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=SILENCE_S)
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         "prompt": question.prompt,
         "max_tokens": question.max_tokens,
         "ignore_eos": True,

@@ -107,7 +107,7 @@ class Chaos:
             "cells_with_findings": dict(Counter(str(p.cell) for p, _ in self.played if p.violations or p.false_aborts)),
         }
 
-    def _rows(self) -> dict[str, dict[str, Any]]:
+    def _rows(self) -> dict[str, dict[str, object]]:
         groups: dict[str, list[Played]] = defaultdict(list)
         for played, _ in self.played:
             groups[f"{played.cell.role} {played.cell.kind}"].append(played)

@@ -129,7 +129,7 @@ def chains(context: RankContext) -> list[dict[str, Any]]:
     return figures
 
 
-def killed_while_spinning(context: RankContext) -> dict[str, Any]:
+def killed_while_spinning(context: RankContext) -> dict[str, object]:
     """All ranks run an endless chain; the last one is killed. How long until the kernels of the others have left.
 
     `left_ms` counts from the kill; `usable`: whether this rank's GPU still computes.

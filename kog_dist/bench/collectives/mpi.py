@@ -10,7 +10,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.runtime.control import ControlPage
@@ -19,7 +18,7 @@ from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
 
 
-def in_mpi(body: Callable[[RankContext], Any], arguments: dict[str, Any], local_rank: int, deadline_s: float) -> Any:
+def in_mpi(body: Callable[[RankContext], object], arguments: dict[str, object], local_rank: int, deadline_s: float) -> object:
     """Run `body` as this process's rank; its result on rank 0, None on the others. Ends all processes when it raises."""
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     from mpi4py import MPI

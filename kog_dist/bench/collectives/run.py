@@ -94,7 +94,7 @@ def _library(
         return f"{str(error).strip().splitlines()[-1][:300]}"
 
 
-def _run(world_size: int, body: str, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> list[Any]:
+def _run(world_size: int, body: str, arguments: Mapping[str, object], environ: Mapping[str, str]) -> list[Any]:
     outcomes = run_ranks(world_size, body, arguments, deadline_s=_DEADLINE_S, device="cuda", environ={**ENVIRON, **environ})
     failed = [outcome for outcome in outcomes if outcome.status != 0]
     if failed:
@@ -103,7 +103,7 @@ def _run(world_size: int, body: str, arguments: Mapping[str, Any], environ: Mapp
     return [outcome.result for outcome in outcomes]
 
 
-def _kill(world_size: int) -> dict[str, Any]:
+def _kill(world_size: int) -> dict[str, object]:
     """Kill the last rank while all spin; the others must leave within the bound and keep usable GPUs."""
     outcomes = run_ranks(world_size, f"{_KCCL}:killed_while_spinning", deadline_s=60.0, device="cuda", environ=ENVIRON)
     survivors = [outcome.result or {"left_ms": -1.0, "how": outcome.error[-300:], "usable": False} for outcome in outcomes[:-1]]

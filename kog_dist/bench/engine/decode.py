@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kog_dist.bench.engine.session import EngineSession, engine_session
 from kog_dist.bench.report import finish, machine, percentile
@@ -54,7 +53,7 @@ def run(
 
 def _measure(
     session: EngineSession, model: str | None, ranks: int, num_tokens: int, repeats: int, idle_s: float, speculate: Speculation
-) -> dict[str, Any]:
+) -> dict[str, object]:
     begin_s = time.monotonic()
     session.launch(*([model] if model else []), f"--ranks={ranks}")
     with session.connect(60.0) as client:

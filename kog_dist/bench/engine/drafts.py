@@ -46,9 +46,9 @@ def message_of(task: Mapping[str, Any]) -> dict[str, str]:
     return {"role": "user", "content": task["ask"].replace("{text}", task["text"])}
 
 
-def body_of(task: Mapping[str, Any], speculate: str) -> dict[str, Any]:
+def body_of(task: Mapping[str, object], speculate: str) -> dict[str, object]:
     """The chat that asks for a task; the same with each `speculate`."""
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         "messages": [message_of(task)],
         "max_tokens": task["max_tokens"],
         "temperature": task.get("temperature", 0.0),
@@ -145,12 +145,12 @@ def _said(answer: Mapping[str, Any]) -> str:
     return json.dumps([message["content"], calls, answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]])
 
 
-def _ask(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def _ask(url: str, body: Mapping[str, object]) -> dict[str, object]:
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
-        answer: dict[str, Any] = json.load(response)
+        answer: dict[str, object] = json.load(response)
     return answer
 
 

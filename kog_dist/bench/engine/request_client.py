@@ -108,7 +108,7 @@ class RequestClient:
             if isinstance(event, Tokens):
                 answer.text += event.text
 
-    def ask(self, prompt_ids: Sequence[int], **options: Any) -> TimedAnswer:
+    def ask(self, prompt_ids: Sequence[int], **options: object) -> TimedAnswer:
         """A whole answer. Raises KogError if it does not go well."""
         answer = self.send(prompt_ids, **options)
         self.follow(lambda: answer.end is not None)

@@ -23,7 +23,7 @@ from kog_dist.rpc.messages import Done, Error, FinishReason
 
 BUDGET_S = 3.0  # for the repeats of one figure, of which two are always made
 KINDS_BUDGET_S = 12.0  # of all kinds of sampling, ten rounds on one H200: they are told apart by a percent
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, object]] = {
     "greedy": {},
     "temperature": {"temperature": 0.8, "seed": 7},
     "top-p with logprobs": {"temperature": 0.8, "seed": 7, "top_p": 0.9, "logprobs": 5},
@@ -41,7 +41,7 @@ _RECORD = {
     "additionalProperties": False,
 }
 _LONG = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"], "additionalProperties": False}
-SCHEMAS: dict[str, dict[str, Any]] = {  # neither is at its end before many tokens
+SCHEMAS: dict[str, dict[str, object]] = {  # neither is at its end before many tokens
     "records": {"type": "array", "items": _RECORD, "minItems": 200},
     "long text": _LONG,
 }
@@ -98,13 +98,13 @@ class Measures:
         found = [self._first_token(length) for length in self._workload.prompts]
         return [*found, self._first_token_behind_kept()] if self._workload.kept else found
 
-    def _first_token(self, length: int) -> dict[str, Any]:
+    def _first_token(self, length: int) -> dict[str, object]:
         def ask() -> TimedAnswer:
             return self._client.ask(self._ids(length), max_tokens=FIRST_OF, reuse_kv=False)
 
         return _ttft([ask() for _ in self._repeats()], self._after_pauses(ask), {"prompt": length})
 
-    def _first_token_behind_kept(self) -> dict[str, Any]:
+    def _first_token_behind_kept(self) -> dict[str, object]:
         kept, new = self._workload.kept, self._workload.new
         beginning, answers = self._ids(kept), []
 
@@ -186,7 +186,7 @@ class Measures:
             return []
         return [(1e3 * (answer.end_s - begin_s), 1e3 * (following.arrivals[0][0] - begin_s))]
 
-    def abort(self, session: EngineSession, launcher: subprocess.Popen[bytes], *, in_prefill: bool) -> dict[str, Any]:
+    def abort(self, session: EngineSession, launcher: subprocess.Popen[bytes], *, in_prefill: bool) -> dict[str, object]:
         """The engine's end: milliseconds from a second SIGTERM to the client's error, and until nothing of it is left.
 
         `counts` false: the request ended by itself before, so these milliseconds say nothing of aborts.
@@ -219,7 +219,7 @@ class Measures:
         }
 
 
-def _ttft(answers: Sequence[TimedAnswer], rested: Sequence[TimedAnswer], about: dict[str, Any]) -> dict[str, Any]:
+def _ttft(answers: Sequence[TimedAnswer], rested: Sequence[TimedAnswer], about: dict[str, object]) -> dict[str, object]:
     """`ms`: before the request is sent to the first token in the client. `engine_ms`: what the engine itself says.
 
     `rested_ms`: of answers that came after a pause.
@@ -240,7 +240,7 @@ def _ttft(answers: Sequence[TimedAnswer], rested: Sequence[TimedAnswer], about: 
     }
 
 
-def _speed(answers: Sequence[TimedAnswer], about: dict[str, Any]) -> dict[str, Any]:
+def _speed(answers: Sequence[TimedAnswer], about: dict[str, object]) -> dict[str, object]:
     """Microseconds per token by the engine's stamps: `us` the median of the answers, `best_us`. Rates: also at the client."""
     rates = [answer.done.tokens_per_s or 0.0 for answer in answers]
     times_us = [1e6 / rate for rate in rates if rate]
@@ -257,7 +257,7 @@ def _speed(answers: Sequence[TimedAnswer], about: dict[str, Any]) -> dict[str, A
     }
 
 
-def _beside_first(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _beside_first(figures: list[dict[str, Any]]) -> list[dict[str, object]]:
     first = figures[0]
     return [
         figure | {"of_greedy": figure["us"] / first["us"], "of_greedy_best": figure["best_us"] / first["best_us"]}
@@ -265,9 +265,9 @@ def _beside_first(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _cancelled(name: str, times: Sequence[tuple[float, float]], alone_ms: float) -> dict[str, Any]:
+def _cancelled(name: str, times: Sequence[tuple[float, float]], alone_ms: float) -> dict[str, object]:
     """`told_ms`: to the end of the request in the client. `free_ms`: to the next one's first token, else after `alone_ms`."""
-    figure: dict[str, Any] = {"during": name, "count": len(times), "alone_ms": alone_ms}
+    figure: dict[str, object] = {"during": name, "count": len(times), "alone_ms": alone_ms}
     for place, key in enumerate(("told_ms", "free_ms")):
         values = [pair[place] for pair in times]
         if values:

@@ -53,7 +53,7 @@ def run(
     False: a request went wrong; what is missing stands in `errors` of the figures.
     """
     before = machine()
-    configuration: dict[str, Any] = {
+    configuration: dict[str, object] = {
         "model": model or f"{spec_name}, random weights",
         "device": "cuda" if on_gpus else "cpu",
         "prefill": prefill,
@@ -104,7 +104,7 @@ def _given(model: str) -> Iterator[tuple[Path, ModelSpec]]:
         yield folder, open_checkpoint(folder, verify=False).spec
 
 
-def _bare_kernel(spec_name: str, count: int, workload: Workload, when: str = "") -> dict[str, Any]:
+def _bare_kernel(spec_name: str, count: int, workload: Workload, when: str = "") -> dict[str, object]:
     """Greedy decoding by the plain kernel and nothing else, from the same position on: microseconds per token of launches."""
     from kog_dist.bench.kernel.scaling_run import decode
 

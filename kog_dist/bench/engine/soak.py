@@ -132,7 +132,7 @@ def run(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, s
     figures = soak(engine, num_requests, ranks, num_clients, seed)
     for finding in figures["findings"][:_SHOWN]:
         print(finding, flush=True)
-    configuration: dict[str, Any] = {
+    configuration: dict[str, object] = {
         "model": engine.name,
         "requests": num_requests,
         "gpus" if engine.on_gpus else "ranks": ranks,

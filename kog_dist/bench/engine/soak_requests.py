@@ -122,7 +122,7 @@ class RequestMix:
         again = replace(message, request_id=request_id, deadline_s=None, speculate=speculate, prediction_ids=predicted)
         return SoakRequest(again, Fate.COMPLETE if fate is Fate.DEADLINE else fate, after=chance.choice((0, 0, 1, 2, 5, 12)))
 
-    def _prompt(self) -> dict[str, Any]:
+    def _prompt(self) -> dict[str, object]:
         chance, kind = self._chance, self._chance.random()
         if kind < 0.1:
             return {"prompt": "".join(chance.choices(_LETTERS + " \n(){}äß😀", k=chance.randint(1, 40)))}
@@ -135,12 +135,12 @@ class RequestMix:
             beginning = beginning[: chance.randint(0, len(beginning))]
         return {"prompt_ids": (*beginning, *self._ids(chance.randint(0 if beginning else 1, 9)))}
 
-    def _sampling(self) -> dict[str, Any]:
+    def _sampling(self) -> dict[str, object]:
         chance = self._chance
         fields: dict[str, Any] = {"temperature": chance.choice((0.0, 0.0, 0.7, 1.0, 1.6)), "seed": chance.randint(0, 2**63 - 1)}
         if chance.random() < 0.65:
             return {"sampling": SamplingParams(**fields)}
-        settings: dict[str, Any] = {
+        settings: dict[str, object] = {
             "top_k": chance.randint(1, 60),
             "top_p": chance.uniform(0.2, 1.0),
             "min_p": chance.uniform(0.0, 0.2),

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kog_dist.late_numpy import Array
 from kog_dist.model.published_config import read_config
 from kog_dist.model.safetensors_file import narrow, write_safetensors
 
@@ -19,15 +19,15 @@ _SCALES: Final = (115, 119)  # exponents, 2^-12 to 2^-9: codes go up to 6
 _WRITERS: Final = 4
 _VALUES: Final = 1 << 22  # that are made of 16 bit; larger tensors repeat them
 
-Stored = tuple[str, tuple[int, ...], NDArray[Any]]
+Stored = tuple[str, tuple[int, ...], Array]
 
 
 class Ends(NamedTuple):
     """What is not of a layer, as bits of bfloat16: tables (vocabulary, hidden), and the weights of the last norm."""
 
-    embedding: NDArray[Any]
-    head: NDArray[Any]
-    norm: NDArray[Any]
+    embedding: Array
+    head: Array
+    norm: Array
 
 
 def write_gpt_oss(

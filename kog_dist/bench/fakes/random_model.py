@@ -15,8 +15,8 @@ from kog_dist.bench.fakes.made_tokenizer import write_tokenizer
 from kog_dist.bench.fakes.tiny_model import TINY, TINY_ON_GPUS, write_tiny_model
 from kog_dist.bench.shapes import SEED, model_folder, named_spec
 from kog_dist.errors import KogError
-from kog_dist.model.checkpoint import write_stored_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import write_stored_checkpoint
 from kog_dist.system import python_child
 
 _WRITE_S = 120.0

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kog_dist.bench.fakes.made_tokenizer import write_tokenizer
 from kog_dist.bench.fakes.tiny_model import EOS_ID
+from kog_dist.late_numpy import Array
 from kog_dist.model.published_config import read_config
 from kog_dist.model.safetensors_file import narrow, write_safetensors
 from kog_dist.model.spec import ModelSpec
@@ -41,7 +41,7 @@ def write_tiny_delta_model(folder: Path, *, seed: int = 1, **changes: Any) -> Mo
     value_heads, value_dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
     keys, values = config["linear_num_key_heads"] * config["linear_key_head_dim"], value_heads * value_dim
     heads, kv_heads, head_dim = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    tensors: dict[str, NDArray[Any]] = {}
+    tensors: dict[str, Array] = {}
 
     def matrix(name: str, rows: int, columns: int) -> None:
         tensors[f"{name}.weight"] = rng.standard_normal((rows, columns)) * columns**-0.5

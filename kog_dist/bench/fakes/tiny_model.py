@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from kog_dist.bench.fakes.made_tokenizer import write_tokenizer
-from kog_dist.model.checkpoint import random_tensors, write_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 
 EOS_ID = 256
 TINY = ModelSpec(

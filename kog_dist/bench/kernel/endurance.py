@@ -33,7 +33,7 @@ _WANTED_PERCENT = 0.5  # more time per token, at most
 _CONTEXT, _TIMED_TOKENS, _ROUNDS = 512, 400, 5  # where the cost of hashes is measured
 
 
-def decode_on_ranks(context: RankContext) -> dict[str, Any]:
+def decode_on_ranks(context: RankContext) -> dict[str, object]:
     """What one rank does: `hashes` (hexadecimal) of the long run, and the seconds it `took_s`."""
     from kog_dist.workers.cuda.random_weights import random_weights
 
@@ -117,7 +117,7 @@ def _figure(count: int, tokens: int, ranks: Sequence[dict[str, Any]], reference:
     return figure
 
 
-def _cost(count: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+def _cost(count: int, rounds: Sequence[Sequence[float]]) -> dict[str, object]:
     """What hashes cost, printed."""
     hashed, bare = (min(medians[number] for medians in rounds) for number in (0, 1))
     cost = percentile([with_hashes / without - 1 for with_hashes, without in rounds], 0.5)

@@ -10,10 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kog_dist.bench.kernel.gpu import gpu_name
 from kog_dist.bench.report import finish, machine
@@ -25,6 +23,7 @@ from kog_dist.decode.plan.schedule import partial, stream, total
 from kog_dist.decode.plan.steps import Kind, Site, Value
 from kog_dist.decode.sampling import sample
 from kog_dist.errors import ConfigError
+from kog_dist.late_numpy import Array
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 from kog_dist.model.weights import LaneWeights, RankWeights
@@ -36,7 +35,6 @@ from kog_dist.workers.cuda.published import Published, Vector
 PHASES = ("qkv", "attend", "out", "gate_up", "down")
 # Relative errors above these are no rounding any more; a cache of 8 significant bits lets values fall on different sides.
 LIMITS = {"bfloat16": 1e-2, "float16": 2e-3}
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class PhaseComparison:
 
 def run(model: Path, layers: tuple[int, ...], num_tokens: int, kv_dtype: str | None) -> bool:
     """Compare the given layers (empty: the last one); prints a table each, then one JSON object. Whether all is well."""
-    configuration: dict[str, Any] = {"model": str(model), "gpu": gpu_name(), "num_tokens": num_tokens}
+    configuration: dict[str, object] = {"model": str(model), "gpu": gpu_name(), "num_tokens": num_tokens}
     before = machine()
     checkpoint = open_checkpoint(model)
     spec = checkpoint.spec

@@ -48,7 +48,7 @@ def run(
     requests: int = 1,
 ) -> None:
     """Measure every lane count at every context and print the report; its last line is one JSON object."""
-    configuration: dict[str, Any] = {"model": model or f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}
+    configuration: dict[str, object] = {"model": model or f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}
     if kv_dtype is not None:
         configuration["kv_dtype"] = kv_dtype
     if router_skew != 1:
@@ -61,7 +61,7 @@ def run(
         configuration["requests"] = requests
     before = machine()
     figures: list[dict[str, Any]] = []
-    traces: dict[str, Any] = {}
+    traces: dict[str, object] = {}
     with finishing("latency", configuration, before, figures):
         for lanes in lane_counts:
             page = _mask_page(model, spec_name) if samplings else None
@@ -158,7 +158,7 @@ def experts_of_pass(kernel: Monokernel, context: int) -> float:
     return float(np.mean(counts))
 
 
-def _measure_baseline(spec: ModelSpec, form: str, contexts: tuple[int, ...], tokens: int) -> list[dict[str, Any]]:
+def _measure_baseline(spec: ModelSpec, form: str, contexts: tuple[int, ...], tokens: int) -> list[dict[str, object]]:
     """The compiled torch decoder on the same shape, at the most telling context first."""
     from kog_dist.bench.kernel import torch_baseline
 

@@ -63,7 +63,7 @@ def _variants(checkpoint: Checkpoint) -> dict[str, Checkpoint]:
     return variants
 
 
-def _measure(name: str, checkpoint: Checkpoint, repeats: int) -> dict[str, Any]:
+def _measure(name: str, checkpoint: Checkpoint, repeats: int) -> dict[str, object]:
     times_s, peak = [], 0
     for _ in range(repeats):
         seconds, peak = _load(checkpoint)

@@ -65,7 +65,7 @@ def run(
     num_stops: int = 0,
 ) -> None:
     """Measure and print the report; its last line is one JSON object."""
-    configuration: dict[str, Any] = {"model": model or f"{spec_name}, random weights", "repeats": repeats, "gpu": gpu_name()}
+    configuration: dict[str, object] = {"model": model or f"{spec_name}, random weights", "repeats": repeats, "gpu": gpu_name()}
     before = machine()
     figures: dict[str, Any] = {}
     if with_load:
@@ -162,7 +162,7 @@ def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repea
     return figures
 
 
-def _stops(kernel: Monokernel, prefill: Prefill, length: int, count: int) -> dict[str, Any]:
+def _stops(kernel: Monokernel, prefill: Prefill, length: int, count: int) -> dict[str, object]:
     """Within a whole prompt of `length` tokens."""
     ids = np.random.default_rng(1).integers(0, kernel.shape.spec.vocab_size, length).tolist()
 
@@ -173,13 +173,13 @@ def _stops(kernel: Monokernel, prefill: Prefill, length: int, count: int) -> dic
     return {"prompt": length, **stops(run, count)}
 
 
-def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
+def _graphs(runner: GraphRunner) -> list[dict[str, object]]:
     """Microseconds of each graph at the beginning of the context: what its operations take, and the gaps between them."""
     import cupy
 
     figures = []
     for size, graph in sorted(runner.graphs.items()):
-        figure: dict[str, Any] = {"graph": size}
+        figure: dict[str, object] = {"graph": size}
         for name, measured in (("us", graph), ("end_us", runner.ends[size])):
             times = []
             for _ in range(5):
@@ -206,7 +206,7 @@ def _graph_us(runner: GraphRunner, graph: Graph) -> float:
     return 1000 * float(cupy.cuda.get_elapsed_time(begin, end))
 
 
-def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any]]:
+def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, object]]:
     """Microseconds of every operation by itself, in a chunk at position 0 and one at the end of the context."""
     figures: list[dict[str, Any]] = []
     for size in sizes:

@@ -86,7 +86,7 @@ def prepared(
     return comm, kernel, prefill
 
 
-def measure(context: RankContext) -> dict[str, Any]:
+def measure(context: RankContext) -> dict[str, object]:
     """Median milliseconds of each case from a prompt to a full cache, and to its first token, on this rank."""
     (spec, codings), repeats = named_shape(str(context.arguments["spec"])), int(context.arguments["repeats"])
     tuning, exchange_ctas = CHOICES[str(context.arguments["choice"])]

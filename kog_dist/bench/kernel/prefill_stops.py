@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from kog_dist.bench.report import percentile
 
 
-def stops(run: Callable[[Callable[[], bool]], int], count: int, now: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
+def stops(
+    run: Callable[[Callable[[], bool]], int], count: int, now: Callable[[], float] = time.perf_counter
+) -> dict[str, object]:
     """`run` is `Prefill.run` of one prompt, which is asked to stop at `count` times that are spread evenly over it.
 
     Milliseconds from when a stop was wanted until `run` returned, 0 where the prompt had ended before; and the positions that the

@@ -156,7 +156,7 @@ def lane_digests(kernel: Monokernel) -> list[str]:
     return [hashlib.sha256(logits[begin - first : end - first].tobytes()).hexdigest() for begin, end in slices]
 
 
-def first_difference(found: Sequence[Sequence[Any]], reference: Sequence[Any]) -> int | None:
+def first_difference(found: Sequence[Sequence[Any]], reference: Sequence[object]) -> int | None:
     """The first place where any of `found` is not `reference`, their length where only that differs; None: all are the same."""
     others = [one for one in found if one != reference]
     pairs = (enumerate(zip(one, reference, strict=False)) for one in others)
@@ -165,7 +165,7 @@ def first_difference(found: Sequence[Sequence[Any]], reference: Sequence[Any]) -
     return min(firsts, default=None)
 
 
-def results_of_ranks(num_gpus: int, body: str, arguments: Mapping[str, Any], deadline_s: float) -> list[Any]:
+def results_of_ranks(num_gpus: int, body: str, arguments: Mapping[str, object], deadline_s: float) -> list[Any]:
     """What `body` ("module:function") has returned on each of the GPUs. Raises KogError with what went wrong on any."""
     try:
         outcomes = run_ranks(num_gpus, body, arguments, deadline_s=deadline_s, device="cuda")

@@ -63,7 +63,7 @@ def times_us(kernel: Monokernel, page: ControlPage, names: Sequence[str], contex
     times: dict[str, list[float]] = {}
     for place, name in enumerate(names):
         sampling, processed = SAMPLINGS[name]
-        writer: Any = nullcontext()
+        writer: object = nullcontext()
         if processed is not None and processed.mask_epoch:
             epoch = 1 + place * 2 * kernel.shape.spec.max_context
             processed, writer = ProcessedRequest(processed.sampling, epoch), MaskWriter(page.masks, kernel, epoch)

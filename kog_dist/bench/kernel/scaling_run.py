@@ -79,7 +79,7 @@ class ScalingPlan:
 
 
 # ---- on a rank ----
-def decode_on_ranks(context: RankContext) -> dict[str, Any]:
+def decode_on_ranks(context: RankContext) -> dict[str, object]:
     """What one rank does. By context: `us` of its tokens, `bits` of each of its lanes' logits (SHA-256), `repeated_bits` of a
     launch that is repeated, and how many of the `repeats` had others. What the arguments ask for besides: `alone_us` of the
     weights by themselves and `memory_us` of these with keys and values, `long`, `samplings`, `builds`, `rounds` of the yardstick;
@@ -170,7 +170,7 @@ def long_run(kernel: Monokernel, contexts: Sequence[int]) -> dict[str, Any]:
     return {"tokens": [-1 if entry is None else entry.token_id for entry in entries], "us": medians}
 
 
-def _trace(context: RankContext, shape: KernelShape, folder: Path) -> dict[str, Any]:
+def _trace(context: RankContext, shape: KernelShape, folder: Path) -> dict[str, object]:
     """Rank 0's trace of a token, as a table and a summary; a picture goes into `folder`."""
     from kog_dist.workers.cuda.random_weights import random_weights
 

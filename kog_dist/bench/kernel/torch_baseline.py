@@ -147,7 +147,7 @@ class TorchDecoder:
         return self._times(self.head[None], normed.mean(0, keepdim=True))[0]
 
 
-def measure(spec: ModelSpec, form: str, contexts: tuple[int, ...], tokens: int, budget_s: float) -> list[dict[str, Any]]:
+def measure(spec: ModelSpec, form: str, contexts: tuple[int, ...], tokens: int, budget_s: float) -> list[dict[str, object]]:
     """Median and p99 us per token at each context, with the better of PRODUCTS; what `budget_s` does not reach is left out."""
     import torch
 
@@ -176,7 +176,7 @@ def measure(spec: ModelSpec, form: str, contexts: tuple[int, ...], tokens: int, 
     return figures
 
 
-def _measure_one(spec: ModelSpec, tensors: TensorSource, product: str, context: int, tokens: int) -> dict[str, Any]:
+def _measure_one(spec: ModelSpec, tensors: TensorSource, product: str, context: int, tokens: int) -> dict[str, object]:
     import torch
 
     steps = min(tokens, spec.max_context - context - 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import Any
 
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry
@@ -24,7 +23,7 @@ class TrialShape(KernelShape):
     matrix_warps: int = 0  # of the geometry, of weights with 16 bit
 
     @staticmethod
-    def of(shape: KernelShape, **tried: Any) -> TrialShape:
+    def of(shape: KernelShape, **tried: object) -> TrialShape:
         """A shape with other numbers."""
         return TrialShape(**{field.name: getattr(shape, field.name) for field in fields(shape)} | tried)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.bench.made_models.published import write_published
@@ -40,7 +39,7 @@ def _text(path: Path) -> str:
         raise ConfigError(f"--chain {path} is not ASCII at byte {error.start}; other texts cannot be cut into tokens") from None
 
 
-def _config(shape: str) -> Mapping[str, Any]:
+def _config(shape: str) -> Mapping[str, object]:
     if shape in SHAPES:
         return SHAPES[shape]
     path = Path(shape)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kog_dist.bench.fakes.made_tokenizer import write_tokenizer
 from kog_dist.bench.fakes.published_gpt_oss import Ends, write_gpt_oss
 from kog_dist.bench.made_models.chain import TextChain
 from kog_dist.errors import ConfigError
+from kog_dist.late_numpy import Array
 from kog_dist.model.families import FAMILIES
 from kog_dist.model.layout import EMBEDDING, head_name, tensor_layouts
 from kog_dist.model.published_config import read_config
@@ -49,7 +49,7 @@ _SHARD_BYTES: Final = 2 << 30
 _DRAWN: Final = (1 << 22) + 15  # values that are drawn, a prime number; tensors repeat them, each from another place on
 _SUMMED: Final = ("wo.weight", "w2.weight", "wo.bias", "w2.bias")
 
-Stored = tuple[str, tuple[int, ...], NDArray[Any]]
+Stored = tuple[str, tuple[int, ...], Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _chain_ends(spec: ModelSpec, chain: TextChain, end_id: int, seed: int) -> En
     return Ends(narrow(codes[following], "BF16"), narrow(head, "BF16"), _norm_weights(spec, 1, (spec.hidden_size,)))
 
 
-def _norm_weights(spec: ModelSpec, factor: int, shape: tuple[int, ...]) -> NDArray[Any]:
+def _norm_weights(spec: ModelSpec, factor: int, shape: tuple[int, ...]) -> Array:
     """As files have them, of a norm that multiplies with `factor`."""
     return narrow(np.full(shape, factor - spec.layers[0].norm.adds_one, np.float32), "BF16")
 
@@ -122,10 +122,10 @@ class _Values:
         self._spec, self._ends, self._exponent = spec, ends, exponent
         self._head_name = head_name(spec)
         self._drawn = np.random.default_rng(seed).standard_normal(_DRAWN, np.float32)
-        self._rounded: dict[float, NDArray[Any]] = {}  # by deviation; there are few
+        self._rounded: dict[float, Array] = {}  # by deviation; there are few
         self._place = 0
 
-    def of(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    def of(self, name: str, shape: tuple[int, ...]) -> Array:
         """Those of one tensor."""
         ends = {self._head_name: self._ends.head, EMBEDDING: self._ends.embedding, "model.norm.weight": self._ends.norm}
         if name in ends:
@@ -139,7 +139,7 @@ class _Values:
             deviation *= 2.0**self._exponent
         return self._drawn_from(deviation, int(np.prod(shape))).reshape(shape)
 
-    def _drawn_from(self, deviation: float, count: int) -> NDArray[Any]:
+    def _drawn_from(self, deviation: float, count: int) -> Array:
         if deviation not in self._rounded:
             self._rounded[deviation] = narrow(self._drawn * np.float32(deviation), "BF16")
         source, values, done = self._rounded[deviation], np.empty(count, "<u2"), 0

@@ -101,7 +101,7 @@ def known() -> Mapping[str, Peer]:
     return {name: _peer_of(name, raw) for name, raw in parsed.items()}
 
 
-def _peer_of(name: str, raw: Mapping[str, Any]) -> Peer:
+def _peer_of(name: str, raw: Mapping[str, object]) -> Peer:
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
     return Peer(name, **fields)
 

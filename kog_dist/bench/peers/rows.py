@@ -34,7 +34,7 @@ class Variant:
         return label_of(self.peer.title, self.drafts or _NONE)
 
 
-def rows_of(loads: Sequence[PeerLoad], variants: Sequence[Variant], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+def rows_of(loads: Sequence[PeerLoad], variants: Sequence[Variant], tokenizer: Tokenizer | None) -> list[dict[str, object]]:
     """A row for each load of each engine. Answers are compared with ours without drafts."""
     own = next((one for one in variants if one.peer.name == OWN and not one.drafts), None)
     return [

@@ -55,19 +55,19 @@ class GeneratingModel:
 
         self.without_gradients = torch.inference_mode
         path = Path(options.model)
-        names: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+        names: dict[str, object] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
         folder = path.parent if names else path
         if options.threads:
             torch.set_num_threads(options.threads)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **names)
         dtype = torch.float32 if options.device == "cpu" else "auto"
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **names).to(options.device).eval()
-        self.more: dict[str, Any] = {"prompt_lookup_num_tokens": options.lookup} if options.lookup else {}
+        self.more: dict[str, object] = {"prompt_lookup_num_tokens": options.lookup} if options.lookup else {}
         if options.compiled:
             self.more |= {"cache_implementation": "static"}
         self.lock = threading.Lock()
 
-    def prompt_of(self, body: Mapping[str, Any]) -> Any:
+    def prompt_of(self, body: Mapping[str, object]) -> Any:
         """Ids of the prompt."""
         if "messages" in body:
             return self.tokenizer.apply_chat_template(
@@ -112,7 +112,7 @@ def handler_of(model: GeneratingModel) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.close_connection = True
 
-            def send(**chunk: Any) -> None:
+            def send(**chunk: object) -> None:
                 self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
                 self.wfile.flush()
 

@@ -66,8 +66,8 @@ def answer_of(exchange: SentRequest, num_words: int) -> RequestRecord:
 
 def _read_chunks(exchange: SentRequest, answer: RequestRecord) -> None:
     pieces: list[str] = []
-    usage: dict[str, Any] | None = None
-    timings: dict[str, Any] = {}
+    usage: dict[str, object] | None = None
+    timings: dict[str, object] = {}
     is_finished = False
     for stamp_ns, payload in zip(exchange.stamps_ns, exchange.payloads, strict=True):
         if payload == b"[DONE]":

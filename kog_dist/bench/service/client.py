@@ -11,7 +11,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.chat.wire import EventParser, ResponseParser, ServiceUrl, request_bytes
 from kog_dist.errors import LaunchError, ProtocolError
@@ -139,7 +139,7 @@ class LoadClient:
         """A GET. Raises LaunchError if nobody answers at all."""
         return await self._ask(request_bytes(self.url, "GET", path, api_key=self._api_key), timeout_s, must_connect=True)
 
-    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> SentRequest:
+    async def post(self, path: str, body: Mapping[str, object], timeout_s: float) -> SentRequest:
         """A POST of JSON. Whatever goes wrong is in the exchange."""
         return await self._ask(request_bytes(self.url, "POST", path, body=body, api_key=self._api_key), timeout_s)
 

@@ -31,12 +31,12 @@ DETAILS: Final = (  # one entry for each request
 )  # fmt: skip
 
 
-def without_details(result: Mapping[str, Any]) -> dict[str, Any]:
+def without_details(result: Mapping[str, object]) -> dict[str, Any]:
     """A result's figures of all requests."""
     return {name: value for name, value in result.items() if name not in DETAILS}
 
 
-def figures_of(answers: Sequence[RequestRecord], duration_s: float, begin_ns: int) -> dict[str, Any]:
+def figures_of(answers: Sequence[RequestRecord], duration_s: float, begin_ns: int) -> dict[str, object]:
     """Everything that is derived from the answers. `start_times` are seconds after `begin_ns`, `stamps` after each start."""
     good = [answer for answer in answers if not answer.error]
     total_input, total_output = sum(a.input_tokens for a in good), sum(a.output_tokens for a in good)
@@ -79,7 +79,7 @@ def _summary(name: str, values_ms: Sequence[float]) -> dict[str, float]:
     return {f"{kind}_{name}_ms": float(value) for kind, value in found.items()}
 
 
-def _own_figures(good: Sequence[RequestRecord]) -> dict[str, Any]:
+def _own_figures(good: Sequence[RequestRecord]) -> dict[str, object]:
     """What vLLM does not report: how fast one reader saw tokens, and how the tokens were counted."""
     import numpy as np
 
@@ -95,7 +95,7 @@ def _own_figures(good: Sequence[RequestRecord]) -> dict[str, Any]:
     }
 
 
-def _details(answers: Sequence[RequestRecord], begin_ns: int) -> dict[str, Any]:
+def _details(answers: Sequence[RequestRecord], begin_ns: int) -> dict[str, object]:
     return {
         "input_lens": [answer.input_tokens for answer in answers],
         "cached_lens": [answer.cached_tokens for answer in answers],

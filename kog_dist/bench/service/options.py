@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 from kog_dist.bench.options import speculation_of
 from kog_dist.bench.service.prompts import Prompt, prompts_from_file, prompts_of_agents, random_prompts
@@ -68,7 +67,7 @@ def trace_settings(
     )[0]  # fmt: skip
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(text: str) -> dict[str, object]:
     try:
         parsed = json.loads(text)
     except ValueError as error:

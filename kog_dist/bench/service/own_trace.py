@@ -45,7 +45,7 @@ def _lines(system_tokens: int) -> Iterator[Line]:
         yield _answer(content=f"{path} now says so, and its 20 tests pass. This is the function as it stands:\n\n{new}")
 
 
-def _tool(name: str, *parameters: str) -> dict[str, Any]:
+def _tool(name: str, *parameters: str) -> dict[str, object]:
     properties = {parameter: {"type": "string"} for parameter in parameters}
     schema = {"type": "object", "properties": properties, "required": list(parameters)}
     return {"type": "function", "function": {"name": name, "description": name.replace("_", " "), "parameters": schema}}

@@ -61,7 +61,7 @@ def page(title: str, body: str) -> str:
 """
 
 
-def _table(result: Mapping[str, Any]) -> str:
+def _table(result: Mapping[str, object]) -> str:
     head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
     rows = []
     for name, meaning in METRICS.items():

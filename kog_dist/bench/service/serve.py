@@ -150,10 +150,10 @@ async def _model_of(client: LoadClient, settings: ServeSettings) -> str:
 
 
 async def _load(
-    client: LoadClient, path: str, bodies: Sequence[dict[str, Any]], settings: ServeSettings, begin_ns: int
+    client: LoadClient, path: str, bodies: Sequence[dict[str, object]], settings: ServeSettings, begin_ns: int
 ) -> list[SentRequest]:
     """Send every body when it is due: Poisson arrivals of a seed, or as soon as there is room."""
-    room: contextlib.AbstractAsyncContextManager[Any] = contextlib.nullcontext()
+    room: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
     if settings.max_concurrency is not None:
         room = asyncio.Semaphore(settings.max_concurrency)
     arrivals_s = arrival_times(len(bodies), settings.request_rate, settings.seed)
@@ -197,7 +197,7 @@ async def _show_progress(show: Callable[[str], None], num_done: Callable[[], int
         await asyncio.sleep(_SHOW_EVERY_S)
 
 
-def _result(settings: ServeSettings, load: Load, answers: Sequence[RequestRecord], before: dict[str, Any]) -> dict[str, Any]:
+def _result(settings: ServeSettings, load: Load, answers: Sequence[RequestRecord], before: dict[str, Any]) -> dict[str, object]:
     duration_s = (load.end_ns - load.begin_ns) / 1e9
     num_chunks = sum(len(exchange.stamps_ns) for exchange in load.exchanges)
     busy_us = sum(exchange.busy_ns for exchange in load.exchanges) / 1e3

@@ -53,13 +53,13 @@ def run(
     return sum(result["failed"] for result in runs)
 
 
-def _cells(result: Mapping[str, Any]) -> list[str]:
+def _cells(result: Mapping[str, object]) -> list[str]:
     """A run's figures as text; what a run without answers does not have is a dash."""
     values = ((result[name], digits) for name, digits in _COLUMNS.values())
     return ["-" if value is None else f"{value:.{digits}f}" for value, digits in values]
 
 
-def _table(runs: Sequence[Mapping[str, Any]]) -> str:
+def _table(runs: Sequence[Mapping[str, object]]) -> str:
     widths = [max(9, len(heading) + 2) for heading in _COLUMNS]
     rows = [list(_COLUMNS), *map(_cells, runs)]
     return "\n".join("".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)

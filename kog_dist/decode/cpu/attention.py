@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kog_dist.decode.cpu.host_library import loaded
 from kog_dist.decode.cpu.scratch import Scratch
-
-Array = NDArray[Any]
+from kog_dist.late_numpy import Array
 
 
 class _Lane(ctypes.Structure):

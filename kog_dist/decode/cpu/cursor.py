@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kog_dist.decode.plan.plan import Plan
 from kog_dist.decode.sampling import Candidate
 from kog_dist.errors import PlanError
+from kog_dist.late_numpy import Array
 from kog_dist.records import dataclass
 from kog_dist.sampling_params import SamplingParams
 
-Array = NDArray[Any]
-
 # Rank 0's choice, from all logits (vocab,) of the token at a position; None: no token can be chosen, and the request is to end.
 # Asked of a request's tokens of a pass in their order, until what it chooses is not the next of them.
-Choose: TypeAlias = Callable[[NDArray[Any], int], Candidate | None]
+Choose: TypeAlias = Callable[[Array, int], Candidate | None]
 
 # With a KV cache, which of the last pass's drafts is the first that counts for its state, how many, and how many to keep.
 Replay: TypeAlias = Callable[[int, int, int, int], None]

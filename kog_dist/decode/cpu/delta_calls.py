@@ -12,8 +12,9 @@ from kog_dist.decode.cpu import delta_rule, lane_math
 from kog_dist.decode.cpu.cursor import Cursor
 from kog_dist.decode.cpu.delta_rule import DeltaOperands, DeltaState, LaneNets
 from kog_dist.decode.cpu.exchange_calls import ExchangeCalls
-from kog_dist.decode.cpu.groups import Array, Finder, Group
+from kog_dist.decode.cpu.groups import Finder, Group
 from kog_dist.decode.plan.steps import Kind, Phase
+from kog_dist.late_numpy import Array
 from kog_dist.model.layers import DeltaNet
 from kog_dist.model.weights import LayerWeights, RankWeights
 

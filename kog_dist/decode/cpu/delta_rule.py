@@ -8,16 +8,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kog_dist.decode.cpu import host_library, lane_math
 from kog_dist.decode.cpu.scratch import Scratch
+from kog_dist.late_numpy import Array
 from kog_dist.model.layers import DeltaNet
 
-Array = NDArray[Any]
 _NORM_EPS = 1e-6  # under the root of the norms of queries and keys
 
 

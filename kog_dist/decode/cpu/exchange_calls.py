@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from kog_dist.decode.cpu import lane_math
 from kog_dist.decode.cpu.cursor import Choose, Chosen, Cursor, PassPart
-from kog_dist.decode.cpu.groups import Array, Finder, Group
+from kog_dist.decode.cpu.groups import Finder, Group
 from kog_dist.decode.plan.steps import Kind, Message, Phase, Site
 from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, candidate, gumbel, pick
 from kog_dist.errors import PlanError
+from kog_dist.late_numpy import Array
 from kog_dist.model.weights import RankWeights
 from kog_dist.sampling_params import SamplingParams
 

@@ -14,10 +14,11 @@ from kog_dist.decode import choices
 from kog_dist.decode.cpu import lane_math
 from kog_dist.decode.cpu.cursor import Cursor
 from kog_dist.decode.cpu.exchange_calls import ExchangeCalls
-from kog_dist.decode.cpu.groups import Array, Finder, Group
+from kog_dist.decode.cpu.groups import Finder, Group
 from kog_dist.decode.cpu.matrix_products import ExpertOperands
 from kog_dist.decode.plan.steps import Kind, Phase
 from kog_dist.errors import PlanError
+from kog_dist.late_numpy import Array
 from kog_dist.model.layers import Experts
 from kog_dist.model.weights import ExpertWeights, LayerWeights, RankWeights
 

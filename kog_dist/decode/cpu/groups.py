@@ -7,17 +7,14 @@ them at once; what depends on the order of additions stays one call per lane (se
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
-
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from kog_dist.decode.cpu.memory import Memory
 from kog_dist.decode.plan.recipes import LASTING
 from kog_dist.decode.plan.steps import NONE, Kind, Phase, Step, Value, When
 from kog_dist.errors import PlanError
+from kog_dist.late_numpy import Array
 from kog_dist.records import dataclass
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from kog_dist.decode.cpu.cursor import Choose, Cursor, PassPart
 from kog_dist.decode.cpu.delta_calls import DeltaCalls
@@ -27,6 +27,7 @@ from kog_dist.decode.plan.step_rules import value_name
 from kog_dist.decode.plan.steps import NONE, Phase, Site, Value, When
 from kog_dist.decode.plan.validate import check
 from kog_dist.errors import ConfigError, PlanError
+from kog_dist.late_numpy import Array
 from kog_dist.model.layers import DeltaNet, Experts
 from kog_dist.model.weights import RankWeights
 from kog_dist.records import dataclass
@@ -44,7 +45,7 @@ class StepOutput:
     """
 
     token_id: int
-    logits: NDArray[Any] | None
+    logits: Array | None
     finite: bool
     stopped: bool
 

@@ -11,10 +11,11 @@ import numpy as np
 
 from kog_dist.decode.cpu import attention, host_library, lane_math
 from kog_dist.decode.cpu.cursor import Cursor
-from kog_dist.decode.cpu.groups import Array, Finder, Group
+from kog_dist.decode.cpu.groups import Finder, Group
 from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.plan.steps import Kind, Phase, Site
 from kog_dist.errors import PlanError
+from kog_dist.late_numpy import Array
 from kog_dist.model.layers import AttentionMixer
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec

@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kog_dist.decode.cpu.host_library import loaded
 from kog_dist.decode.cpu.scratch import Scratch
+from kog_dist.late_numpy import Array
 from kog_dist.model.formats.mxfp4 import GROUP, STEP
 from kog_dist.model.weights import BFLOAT16, MXFP4_CODES
 
-Array = NDArray[Any]
 _FORMATS: Final = {BFLOAT16: 0, np.dtype(np.float16): 1, np.dtype(np.float32): 2, MXFP4_CODES: 3}
 
 

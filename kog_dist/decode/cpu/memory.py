@@ -8,16 +8,14 @@ from mmap import MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kog_dist.decode.cpu.scratch import Scratch
 from kog_dist.decode.plan.recipes import ByPosition, Recurrent, recipes, stream_lanes
 from kog_dist.decode.plan.steps import NONE, Kind, Value, place
 from kog_dist.errors import PlanError
+from kog_dist.late_numpy import Array
 from kog_dist.model.aligned import aligned_empty
 from kog_dist.model.spec import HeadType, ModelSpec
-
-Array = NDArray[Any]
 
 
 class Memory:

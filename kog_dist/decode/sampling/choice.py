@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode.sampling.bits import gumbel
+from kog_dist.late_numpy import Array
 from kog_dist.sampling_params import SamplingParams
 
 
@@ -30,7 +31,7 @@ NO_CANDIDATE = Candidate(-math.inf, 0)  # of an empty slice
 
 
 def candidate(
-    logits_slice: NDArray[Any], first_id: int, position: int, params: SamplingParams, noise: NDArray[np.float32] | None = None
+    logits_slice: Array, first_id: int, position: int, params: SamplingParams, noise: NDArray[np.float32] | None = None
 ) -> Candidate:
     """The best token of one slice of logits (rows,), which starts at vocabulary id `first_id`.
 
@@ -63,7 +64,7 @@ def pick(candidates: Iterable[Candidate]) -> Candidate:
     return best
 
 
-def sample(logits: NDArray[Any], position: int, params: SamplingParams) -> int:
+def sample(logits: Array, position: int, params: SamplingParams) -> int:
     """The token chosen from all logits (vocab,). Raises ValueError if any is not finite."""
     best = candidate(logits, 0, position, params)
     if math.isnan(best.value):

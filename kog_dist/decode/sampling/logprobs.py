@@ -8,17 +8,16 @@ It differs from the exact log-softmax by less than 2e-6 + 1e-7 * |logprob| for v
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.sampling.bits import log_of_mass, masses
 from kog_dist.decode.sampling.processors import in_order
+from kog_dist.late_numpy import Array
 
 
-def token_logprobs(logits: NDArray[Any], token_id: int, num_top: int) -> TokenLogprobs:
+def token_logprobs(logits: Array, token_id: int, num_top: int) -> TokenLogprobs:
     """Of `token_id` and the `num_top` best ids, equal ones by id. `logits` (vocab,) are the model's, all finite."""
     raw = logits.astype(np.float32, copy=False)
     largest = raw.max()
@@ -29,7 +28,7 @@ def token_logprobs(logits: NDArray[Any], token_id: int, num_top: int) -> TokenLo
 
 
 def logprobs_of(
-    largest: np.float32, total: int, chosen: np.float32, top_ids: NDArray[Any], top_logits: NDArray[np.float32]
+    largest: np.float32, total: int, chosen: np.float32, top_ids: Array, top_logits: NDArray[np.float32]
 ) -> TokenLogprobs:
     """From the largest logit, the sum of all masses, and the logits of the token and of the best ids."""
     with np.errstate(over="ignore"):

@@ -21,12 +21,13 @@ whether it is allowed: a kernel needs no sorting (docs/sampling.md).
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode.sampling.bits import log32, masses
+from kog_dist.late_numpy import Array
 from kog_dist.sampling_params import SamplingParams
 
 Floats = NDArray[np.float32]
@@ -36,7 +37,7 @@ _SMALLEST: Final = np.float32(2.0**-126)  # of the normal float32 numbers, which
 _TOP_P_BITS: Final = 64  # top_p as a fixed-point number: exact for every double of at least 2**-11
 
 
-def adjust(logits: NDArray[Any], params: SamplingParams, seen: NDArray[np.bool_], counts: NDArray[np.int32]) -> Floats:
+def adjust(logits: Array, params: SamplingParams, seen: NDArray[np.bool_], counts: NDArray[np.int32]) -> Floats:
     """Steps 1 to 4, as new float32 logits (vocab,). `seen`: stands in prompt or answer; `counts`: times in the answer."""
     adjusted = logits.astype(np.float32)
     if params.logit_bias:
@@ -89,7 +90,7 @@ def fixed_top_p(top_p: float) -> int:
     return int(top_p * 2.0**_TOP_P_BITS)
 
 
-def in_order(x: NDArray[Any], count: int | None = None) -> Ids:
+def in_order(x: Array, count: int | None = None) -> Ids:
     """Indices of the first `count` (all) values of `x` (n,) in the order: larger first, equal ones by index."""
     candidates = np.arange(len(x))
     if count == 0:

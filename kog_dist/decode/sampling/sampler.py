@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from kog_dist.decode.sampling.bits import gumbel, gumbel_of
 from kog_dist.decode.sampling.choice import NO_CANDIDATE, Candidate
 from kog_dist.decode.sampling.processors import adjust, select
+from kog_dist.late_numpy import Array
 from kog_dist.runtime.masks import MaskWords
 from kog_dist.sampling_params import SamplingParams
 
@@ -37,7 +37,7 @@ class Sampler:
         self._counts[token_id] += 1
         self._num_accepted += 1
 
-    def choose(self, logits: NDArray[Any], position: int, mask: MaskWords | None = None) -> Candidate:
+    def choose(self, logits: Array, position: int, mask: MaskWords | None = None) -> Candidate:
         """The next token and its score; `logits` (vocab,) as the model gave them, `position` as in `choice.candidate`.
 
         `mask`: bit id % 32 of word id // 32 says whether a grammar allows the id. The value is NaN if a logit is not finite, or

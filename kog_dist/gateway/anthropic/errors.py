@@ -20,7 +20,7 @@ _TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-ERROR_SCHEMA: Final[dict[str, Any]] = {
+ERROR_SCHEMA: Final[dict[str, object]] = {
     "type": "object",
     "required": ["type", "error"],
     "additionalProperties": False,

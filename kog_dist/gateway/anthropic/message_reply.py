@@ -21,7 +21,7 @@ _SIGNATURE: Final = "none"  # thoughts are not signed; clients want to send one 
 _PING: Final = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
-def event(kind: str, fields: Mapping[str, Any]) -> bytes:
+def event(kind: str, fields: Mapping[str, object]) -> bytes:
     """A server-sent event; its data has its type, too."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, **fields}))
 
@@ -132,11 +132,11 @@ class MessageReply(OneChoiceReply):
         self._block = None
         return signed + event("content_block_stop", {"index": self._num_blocks - 1})
 
-    def _more(self, delta: Mapping[str, Any]) -> bytes:
+    def _more(self, delta: Mapping[str, object]) -> bytes:
         return event("content_block_delta", {"index": self._num_blocks - 1, "delta": delta})
 
     # ---- facts ----
-    def _head(self) -> dict[str, Any]:
+    def _head(self) -> dict[str, object]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
 
     def _call_id(self, idx: int) -> str:

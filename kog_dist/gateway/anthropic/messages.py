@@ -55,7 +55,7 @@ def plan_messages(body: object, served: ServedModel, key_scope: str = "") -> Pla
     return Planned(plan.generates, bool(request.stream), reply, left_out, plan.unseen)
 
 
-def count_tokens(body: object, served: ServedModel) -> dict[str, Any]:
+def count_tokens(body: object, served: ServedModel) -> dict[str, object]:
     """`{"input_tokens": n}` of the prompt that `/v1/messages` would make. Raises ApiError."""
     kept, _ = without_hosted_tools(body)
     request = parse(CountTokensRequest, kept, leaves_out=served.leaves_out_unknown)
@@ -111,7 +111,7 @@ def as_chat(request: CountTokensRequest) -> dict[str, Any]:
     return chat
 
 
-def _thinking(asked_for: ThinkingParam) -> dict[str, Any]:
+def _thinking(asked_for: ThinkingParam) -> dict[str, object]:
     """Whether the model thinks, and how many tokens at most."""
     if asked_for.type == "disabled":
         return {"reasoning_effort": "none"}
@@ -119,10 +119,10 @@ def _thinking(asked_for: ThinkingParam) -> dict[str, Any]:
     return budget | ({"reasoning_effort": "medium"} if asked_for.type == "enabled" else {})
 
 
-def _output(request: MessagesRequest, effort: str | None) -> dict[str, Any]:
+def _output(request: MessagesRequest, effort: str | None) -> dict[str, object]:
     """How much the model thinks where it does, and what its answer follows. `effort`: what `thinking` says of it."""
     config = request.output_config
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     configs = (config, *(message.output_config for message in request.messages))
     efforts = [one.effort for one in configs if one is not None and one.effort is not None]
     if efforts and effort != "none":
@@ -133,7 +133,7 @@ def _output(request: MessagesRequest, effort: str | None) -> dict[str, Any]:
     return found
 
 
-def _clear_thoughts(messages: Sequence[dict[str, Any]], request: CountTokensRequest) -> None:
+def _clear_thoughts(messages: Sequence[dict[str, object]], request: CountTokensRequest) -> None:
     """Take thoughts of earlier turns out of the messages where that is asked for."""
     edits = request.context_management.edits if request.context_management is not None else None
     for place, edit in enumerate(edits or ()):
@@ -174,7 +174,7 @@ def _shown_tools(request: CountTokensRequest) -> list[ToolDefinition]:
     return [tool for tool in tools if tool.name in shown]
 
 
-def _choice(request: CountTokensRequest) -> dict[str, Any]:
+def _choice(request: CountTokensRequest) -> dict[str, object]:
     choice = request.tool_choice
     assert choice is not None
     one_call = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
@@ -183,7 +183,7 @@ def _choice(request: CountTokensRequest) -> dict[str, Any]:
     return {"tool_choice": {"auto": "auto", "any": "required", "none": "none"}[choice.type], **one_call}
 
 
-def _system(request: CountTokensRequest) -> list[dict[str, Any]]:
+def _system(request: CountTokensRequest) -> list[dict[str, object]]:
     system, left_out = request.system, _billing(request)
     blocks = () if system is None or isinstance(system, str) else system
     text = system if isinstance(system, str) else "\n".join(block.text for idx, block in enumerate(blocks) if idx not in left_out)
@@ -206,9 +206,9 @@ def _turns(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
             yield from _messages(message, idx)
 
 
-def _messages(message: TurnParam, idx: int) -> Iterator[dict[str, Any]]:
+def _messages(message: TurnParam, idx: int) -> Iterator[dict[str, object]]:
     """The messages of a chat that a turn stands for: results of calls are messages of their own."""
-    blocks: Sequence[Any] = (
+    blocks: Sequence[object] = (
         [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     )
     where = f"messages[{idx}].content"
@@ -230,7 +230,7 @@ def _messages(message: TurnParam, idx: int) -> Iterator[dict[str, Any]]:
         yield {"role": message.role, "content": "\n".join(texts)}
 
 
-def _answer(blocks: Sequence[Any]) -> dict[str, Any]:
+def _answer(blocks: Sequence[object]) -> dict[str, object]:
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [
@@ -238,7 +238,7 @@ def _answer(blocks: Sequence[Any]) -> dict[str, Any]:
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
-    answer: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    answer: dict[str, object] = {"role": "assistant", "content": "".join(texts)}
     return answer | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -35,8 +35,8 @@ class TextBlock(RequestModel):
 
     type: Literal["text"]
     text: str
-    cache_control: Any = ignored(CACHE_CONTROL)
-    citations: Any = ignored("nothing is cited")
+    cache_control: object = ignored(CACHE_CONTROL)
+    citations: object = ignored("nothing is cited")
 
 
 class MediaBlock(RequestModel):
@@ -50,14 +50,14 @@ class ThinkingBlock(RequestModel):
 
     type: Literal["thinking"]
     thinking: str
-    signature: Any = ignored("thoughts are taken as they are")
+    signature: object = ignored("thoughts are taken as they are")
 
 
 class RedactedThinkingBlock(RequestModel):
     """A thought that only another service can read."""
 
     type: Literal["redacted_thinking"]
-    data: Any = ignored("only who wrote it can read it")
+    data: object = ignored("only who wrote it can read it")
 
 
 class ToolUseBlock(RequestModel):
@@ -66,8 +66,8 @@ class ToolUseBlock(RequestModel):
     type: Literal["tool_use"]
     id: Annotated[str, Field(max_length=MAX_NAME)]
     name: Annotated[str, Field(max_length=MAX_NAME)]
-    input: dict[str, Any]
-    cache_control: Any = ignored(CACHE_CONTROL)
+    input: dict[str, object]
+    cache_control: object = ignored(CACHE_CONTROL)
 
 
 class ToolReference(RequestModel):
@@ -75,7 +75,7 @@ class ToolReference(RequestModel):
 
     type: Literal["tool_reference"]
     tool_name: Annotated[str, Field(max_length=MAX_NAME)]
-    cache_control: Any = ignored(CACHE_CONTROL)
+    cache_control: object = ignored(CACHE_CONTROL)
 
 
 ResultBlock = Annotated[TextBlock | MediaBlock | ToolReference, Field(discriminator="type")]
@@ -88,7 +88,7 @@ class ToolResultBlock(RequestModel):
     tool_use_id: Annotated[str, Field(max_length=MAX_NAME)]
     content: str | Annotated[list[ResultBlock], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
-    cache_control: Any = ignored(CACHE_CONTROL)
+    cache_control: object = ignored(CACHE_CONTROL)
 
 
 class ToolDefinition(RequestModel):
@@ -101,9 +101,9 @@ class ToolDefinition(RequestModel):
     input_schema: Schema
     type: Literal["custom"] | None = None
     defer_loading: bool | None = Field(default=None, description="The model is shown it from when a result refers to it.")
-    cache_control: Any = ignored(CACHE_CONTROL)
-    strict: Any = ignored("where arguments are enforced they follow the schema")
-    eager_input_streaming: Any = ignored("arguments are always streamed as they come")
+    cache_control: object = ignored(CACHE_CONTROL)
+    strict: object = ignored("where arguments are enforced they follow the schema")
+    eager_input_streaming: object = ignored("arguments are always streamed as they come")
 
 
 class ToolByName(RequestModel):
@@ -125,7 +125,7 @@ class ToolAdditionBlock(RequestModel):
 
     type: Literal["tool_addition"]
     tool: Annotated[ToolByName | DefinedTool, Field(discriminator="type")]
-    cache_control: Any = ignored(CACHE_CONTROL)
+    cache_control: object = ignored(CACHE_CONTROL)
 
 
 class ToolRemovalBlock(RequestModel):
@@ -133,7 +133,7 @@ class ToolRemovalBlock(RequestModel):
 
     type: Literal["tool_removal"]
     tool: ToolByName
-    cache_control: Any = ignored(CACHE_CONTROL)
+    cache_control: object = ignored(CACHE_CONTROL)
 
 
 Block = Annotated[
@@ -184,7 +184,7 @@ class ThinkingParam(RequestModel):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Tokens | None = None
-    display: Any = ignored("thoughts are shown")
+    display: object = ignored("thoughts are shown")
 
 
 class ThinkingTurns(RequestModel):
@@ -231,7 +231,7 @@ class OutputConfig(RequestModel):
 
     effort: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     format: OutputFormat | None = None
-    task_budget: Any = ignored("the model does not know it")
+    task_budget: object = ignored("the model does not know it")
 
 
 _REFUSED: Mapping[str, Refusal] = {
@@ -268,9 +268,9 @@ class MessagesRequest(CountTokensRequest):
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     speculate: Speculate = None
-    metadata: Any = ignored("nobody is reported")
-    service_tier: Any = ignored("there is one")
-    inference_geo: Any = ignored("there is one place")
+    metadata: object = ignored("nobody is reported")
+    service_tier: object = ignored("there is one")
+    inference_geo: object = ignored("there is one place")
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(default=None, description="The same as output_config.format.")
-    speed: Any = ignored("there is one")
+    speed: object = ignored("there is one")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.gateway.openai.errors import ApiError
 
-ERROR_SCHEMA: Final[dict[str, Any]] = {
+ERROR_SCHEMA: Final[dict[str, object]] = {
     "type": "object",
     "required": ["error"],
     "additionalProperties": False,
@@ -14,6 +14,6 @@ ERROR_SCHEMA: Final[dict[str, Any]] = {
 }
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
+def error_body(error: ApiError) -> dict[str, object]:
     """The JSON of an answer that is an error, also of the line that ends a stream."""
     return {"error": error.message}

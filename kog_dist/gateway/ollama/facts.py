@@ -31,13 +31,13 @@ def tags(served: ServedModel, size: ModelSize) -> dict[str, Any]:
     return {"models": [_entry(served, size, name) for name in served.names if name != DEFAULT_ALIAS]}
 
 
-def running(served: ServedModel, size: ModelSize) -> dict[str, Any]:
+def running(served: ServedModel, size: ModelSize) -> dict[str, object]:
     """The same: it is always loaded."""
     kept = {"expires_at": "9999-12-31T23:59:59Z", "context_length": served.max_context}
     return {"models": [{**entry, **kept, "size_vram": entry["size"]} for entry in tags(served, size)["models"]]}
 
 
-def show(body: object, served: ServedModel) -> dict[str, Any]:
+def show(body: object, served: ServedModel) -> dict[str, object]:
     """What clients ask of a model before they use it. Raises ApiError."""
     request = parse(ShowBody, body, leaves_out=served.leaves_out_unknown)
     name = request.model or request.name
@@ -60,7 +60,7 @@ def show(body: object, served: ServedModel) -> dict[str, Any]:
     }
 
 
-def _entry(served: ServedModel, size: ModelSize, name: str) -> dict[str, Any]:
+def _entry(served: ServedModel, size: ModelSize, name: str) -> dict[str, object]:
     return {
         "name": name,
         "model": name,

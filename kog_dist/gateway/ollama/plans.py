@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from kog_dist.gateway.ollama.reply import OllamaReply, loaded
 from kog_dist.gateway.ollama.requests import Body, ChatBody, GenerateBody, OllamaMessage
@@ -19,7 +18,7 @@ from kog_dist.gateway.openai.tools import ToolUse
 _LATEST = ":latest"
 
 
-def plan_chat(body: object, served: ServedModel, key_scope: str = "") -> Planned | dict[str, Any]:
+def plan_chat(body: object, served: ServedModel, key_scope: str = "") -> Planned | dict[str, object]:
     """The RPC request and the reply of a chat; an answer without a word to one without messages. Raises ApiError."""
     request = parse(ChatBody, body, leaves_out=served.leaves_out_unknown)
     check_model(own_name(request.model, served), served)
@@ -29,7 +28,7 @@ def plan_chat(body: object, served: ServedModel, key_scope: str = "") -> Planned
     return _planned(request, chat_plan(asked(ChatRequest, chat, served, key_scope), served, "ollama-"), served, is_chat=True)
 
 
-def plan_generate(body: object, served: ServedModel, key_scope: str = "") -> Planned | dict[str, Any]:
+def plan_generate(body: object, served: ServedModel, key_scope: str = "") -> Planned | dict[str, object]:
     """The same of a prompt. Raises ApiError."""
     request = parse(GenerateBody, body, leaves_out=served.leaves_out_unknown)
     check_model(own_name(request.model, served), served)
@@ -66,10 +65,10 @@ def _streams(request: Body) -> bool:
     return request.stream is not False
 
 
-def _common(request: Body) -> dict[str, Any]:
+def _common(request: Body) -> dict[str, object]:
     """The fields of a chat or a completion that both bodies have."""
     options = request.options
-    fields: dict[str, Any] = {"max_tokens": -1, "speculate": request.speculate}
+    fields: dict[str, object] = {"max_tokens": -1, "speculate": request.speculate}
     if options is not None:
         names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
         fields |= {name: getattr(options, name) for name in names}
@@ -84,13 +83,13 @@ def _common(request: Body) -> dict[str, Any]:
     return fields
 
 
-def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, object]]:
     """The messages of a chat. Calls have no ids here: results follow their calls in order, or name their tools."""
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     waiting: list[tuple[str, str]] = []  # ids and names of calls whose results are still to come
     num_calls = 0
     for message in messages:
-        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+        plain: dict[str, object] = {"role": message.role, "content": message.content}
         if message.role == "assistant" and message.thinking:
             plain["reasoning_content"] = message.thinking
         if message.role == "tool":

@@ -19,9 +19,9 @@ from kog_dist.rpc.messages import FinishReason
 LINES: Final = "application/x-ndjson"
 
 
-def loaded(model: str, *, is_chat: bool) -> dict[str, Any]:
+def loaded(model: str, *, is_chat: bool) -> dict[str, object]:
     """The answer to a request that asks for nothing but the model."""
-    said: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    said: dict[str, object] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     return {"model": model, "created_at": _now(), **said, "done": True, "done_reason": "load"}
 
 
@@ -102,7 +102,7 @@ class OllamaReply(OneChoiceReply):
         message = {"role": "assistant", "content": text, **thinking, **({"tool_calls": list(calls)} if calls else {})}
         return {**head, "message": message}
 
-    def _figures(self) -> dict[str, Any]:
+    def _figures(self) -> dict[str, object]:
         """How it ended, and durations in nanoseconds."""
         done = self._finished()
         gaps = max(0, done.num_generated_tokens - 1)
@@ -119,7 +119,7 @@ class OllamaReply(OneChoiceReply):
         }
 
 
-def _line(chunk: dict[str, Any]) -> bytes:
+def _line(chunk: dict[str, object]) -> bytes:
     return json.dumps(chunk, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -51,27 +51,27 @@ class Options(RequestModel):
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    num_ctx: Any = ignored(_OF_THE_START)
-    num_batch: Any = ignored(_OF_THE_START)
-    num_gpu: Any = ignored(_OF_THE_START)
-    num_thread: Any = ignored(_OF_THE_START)
-    num_keep: Any = ignored("prompts are never cut")
+    num_ctx: object = ignored(_OF_THE_START)
+    num_batch: object = ignored(_OF_THE_START)
+    num_gpu: object = ignored(_OF_THE_START)
+    num_thread: object = ignored(_OF_THE_START)
+    num_keep: object = ignored("prompts are never cut")
 
 
 class OllamaFunction(RequestModel):
     """What an earlier answer called."""
 
     name: Annotated[str, Field(max_length=MAX_NAME)]
-    arguments: dict[str, Any] | None = None
-    index: Any = ignored("calls are in their order")
+    arguments: dict[str, object] | None = None
+    index: object = ignored("calls are in their order")
 
 
 class OllamaCall(RequestModel):
     """A call of an earlier answer."""
 
     function: OllamaFunction
-    id: Any = ignored("results follow their calls in order")
-    type: Any = ignored("there is one")
+    id: object = ignored("results follow their calls in order")
+    type: object = ignored("there is one")
 
 
 class OllamaMessage(RequestModel):
@@ -84,7 +84,7 @@ class OllamaMessage(RequestModel):
     thinking: str | None = None
     tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_name: Annotated[str, Field(max_length=MAX_NAME)] | None = None
-    tool_call_id: Any = ignored("results follow their calls in order")
+    tool_call_id: object = ignored("results follow their calls in order")
 
 
 class Body(RequestModel):
@@ -98,16 +98,16 @@ class Body(RequestModel):
     options: Options | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     speculate: Speculate = None
-    keep_alive: Any = ignored("the model stays loaded")
-    truncate: Any = ignored("prompts are never cut")
-    shift: Any = ignored("prompts are never cut")
+    keep_alive: object = ignored("the model stays loaded")
+    truncate: object = ignored("prompts are never cut")
+    shift: object = ignored("prompts are never cut")
 
 
 class ChatBody(Body):
     """A conversation to be answered; an empty one only asks whether the model is there."""
 
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    tools: list[Any] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: list[object] | None = Field(default=None, max_length=MAX_TOOLS)
 
 
 class GenerateBody(Body):
@@ -130,4 +130,4 @@ class ShowBody(RequestModel):
 
     model: ModelName | None = None
     name: ModelName | None = Field(default=None, description="The same, as it was called.")
-    verbose: Any = ignored("there is one answer")
+    verbose: object = ignored("there is one answer")

@@ -10,7 +10,7 @@ from kog_dist.rpc.messages import Done
 _PREDICTIONS = ("num_drafted_predictions", "num_accepted_predictions")
 
 
-def usage(dones: Sequence[Done], choices_per_prompt: int) -> dict[str, Any]:
+def usage(dones: Sequence[Done], choices_per_prompt: int) -> dict[str, object]:
     """Of all choices together; a prompt counts once, whatever `n` is. End tokens and those of stop strings count."""
     firsts = dones[::choices_per_prompt]
     cached = sum(done.num_cached_tokens for done in firsts)
@@ -19,9 +19,9 @@ def usage(dones: Sequence[Done], choices_per_prompt: int) -> dict[str, Any]:
     )
 
 
-def usage_of(num_prompt: int, num_generated: int, num_cached: int | None = None) -> dict[str, Any]:
+def usage_of(num_prompt: int, num_generated: int, num_cached: int | None = None) -> dict[str, object]:
     """The object of chats and completions; without `prompt_tokens_details` where the cached ones are not known yet."""
-    counts: dict[str, Any] = {
+    counts: dict[str, object] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
@@ -56,7 +56,7 @@ def response_usage(done: Done, num_reasoning: int) -> dict[str, Any]:
     }
 
 
-def timings(dones: Sequence[Done]) -> dict[str, Any]:
+def timings(dones: Sequence[Done]) -> dict[str, object]:
     """Times of the ranks in ms; null where there was no such time.
 
     queue_ms: until the first choice was handed to the ranks, which no other time contains. prompt_n: prompt tokens that were

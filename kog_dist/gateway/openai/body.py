@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import pydantic
 
@@ -77,10 +77,10 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(pairs) > _MAX_MEMBERS:
         raise ValueError(f"an object has {len(pairs)} members, at most {_MAX_MEMBERS} are read")
-    unique: dict[str, Any] = {}
+    unique: dict[str, object] = {}
     for name, value in pairs:
         if name in unique:
             raise ValueError(f"the key {name[:40]!a} is given twice in one object")
@@ -100,7 +100,7 @@ def check_nesting(parsed: object) -> None:
 
 
 # ---- pydantic's findings as one sentence ----
-def _first_problem(error: pydantic.ValidationError, body: Mapping[str, Any]) -> ApiError:
+def _first_problem(error: pydantic.ValidationError, body: Mapping[str, object]) -> ApiError:
     """Of a union pydantic tells the complaints of all its branches; the one that got deepest into the input is meant, and of two
     that got as far, the one of a branch that takes values of this type.
     """

@@ -141,7 +141,7 @@ class ChatReply(ChunkReply):
         self._parsers = [use.parser(tokenizer, prompt_ids) for _ in choices]
         self._has_begun = [False] * form.num_choices
         self._deltas: list[list[Delta]] = [[] for _ in choices]
-        self._entries: list[list[dict[str, Any]]] = [[] for _ in choices]
+        self._entries: list[list[dict[str, object]]] = [[] for _ in choices]
         self._is_plain = form.stream and names is None and not form.continuous_usage and isinstance(self._parsers[0], PlainText)
         self._plain_before = [before + _CONTENT for before in self._before]
         self._plain_after = b'},"logprobs":null,"finish_reason":null}]' + self._after
@@ -180,7 +180,7 @@ class ChatReply(ChunkReply):
         """See Reply."""
         return sum(parser.num_calls for parser in self._parsers)
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, object]:
         details = {"reasoning_tokens": self.num_reasoning_tokens, **predicted_tokens(self._in_order())}
         return super()._usage() | {"completion_tokens_details": details}
 
@@ -188,7 +188,7 @@ class ChatReply(ChunkReply):
         reason = super()._finish_reason(choice, done)
         return "tool_calls" if reason == "stop" and self._parsers[choice].num_calls else reason
 
-    def _choice(self, choice: int, finish_reason: str) -> dict[str, Any]:
+    def _choice(self, choice: int, finish_reason: str) -> dict[str, object]:
         message = assembled(self._deltas[choice], self.form.stamp.id, choice, self.use.reading.style)
         content = self._entries[choice]
         logprobs = None if self._names is None else {"content": content, "refusal": None}
@@ -201,7 +201,7 @@ class ChatReply(ChunkReply):
         self._has_begun[choice] = True
         return self._frame(choice, b'"delta":{"role":"assistant","content":""}')
 
-    def _frames(self, choice: int, deltas: Sequence[Delta], told: list[dict[str, Any]]) -> bytes:
+    def _frames(self, choice: int, deltas: Sequence[Delta], told: list[dict[str, object]]) -> bytes:
         logprobs = to_json({"content": told, "refusal": None}) if told else b"null"
         if told and not deltas:
             deltas = (TextDelta(""),)
@@ -249,7 +249,7 @@ def assembled(deltas: Sequence[Delta], answer_id: str, choice: int, style: Style
             calls.append({"id": call_name(answer_id, choice, delta.idx, style), "type": "function", "function": function})
         elif isinstance(delta, CallArguments):
             calls[delta.idx]["function"]["arguments"] += delta.text
-    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    message: dict[str, object] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
     if thought:
         message["reasoning_content"] = message["reasoning"] = thought
     if calls:

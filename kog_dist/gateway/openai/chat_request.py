@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
@@ -39,12 +39,12 @@ class TextPart(RequestModel):
 
     type: Annotated[Literal["text", "input_text", "output_text", "refusal"], TEXT_ALONE]
     text: str
-    prompt_cache_breakpoint: Any = ignored("beginnings are cached wherever they end")
-    cache_control: Any = ignored(CACHE_CONTROL)
+    prompt_cache_breakpoint: object = ignored("beginnings are cached wherever they end")
+    cache_control: object = ignored(CACHE_CONTROL)
 
     @model_validator(mode="before")
     @classmethod
-    def _with_text_of_refusal(cls, raw: Any) -> Any:
+    def _with_text_of_refusal(cls, raw: object) -> object:
         if not isinstance(raw, dict) or raw.get("type") != "refusal" or "refusal" not in raw:
             return raw
         return {name: value for name, value in raw.items() if name != "refusal"} | {"text": raw["refusal"]}
@@ -56,7 +56,7 @@ class CalledFunction(RequestModel):
     refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_CALLS
 
     name: str
-    arguments: str | dict[str, Any] | None = Field(
+    arguments: str | dict[str, object] | None = Field(
         default=None, description="A JSON object, or its text. A text that is none is shown to the model as it is."
     )
 
@@ -69,7 +69,7 @@ class ToolCall(RequestModel):
     id: str | None = None
     type: Literal["function"] | None = None
     function: CalledFunction
-    index: Any = ignored("of a streamed call")
+    index: object = ignored("of a streamed call")
 
 
 REASONING_NAMES: Final = ("reasoning", "thinking")  # of reasoning_content, in OpenRouter and vLLM, and in Ollama
@@ -91,12 +91,12 @@ class ChatMessage(RequestModel):
     prefix: bool | None = Field(default=None, description="Of the last message: the answer goes on with it. Also `partial`.")
     partial: bool | None = None
     refusal: str | None = Field(default=None, description="Of an earlier answer: its text where it has no content.")
-    annotations: Any = ignored("of an earlier answer")
-    cache_control: Any = ignored(CACHE_CONTROL)
+    annotations: object = ignored("of an earlier answer")
+    cache_control: object = ignored(CACHE_CONTROL)
 
     @model_validator(mode="before")
     @classmethod
-    def _with_one_name_of_reasoning(cls, raw: Any) -> Any:
+    def _with_one_name_of_reasoning(cls, raw: object) -> object:
         if not isinstance(raw, dict) or not any(isinstance(raw.get(name), str) for name in REASONING_NAMES):
             return raw
         kept = {name: value for name, value in raw.items() if name not in REASONING_NAMES or not isinstance(value, str)}
@@ -113,7 +113,7 @@ class FunctionDefinition(RequestModel):
     name: FormatName
     description: str | None = None
     parameters: Schema | None = None
-    strict: Any = ignored("where arguments are enforced they follow the schema")
+    strict: object = ignored("where arguments are enforced they follow the schema")
 
 
 class Tool(RequestModel):
@@ -121,7 +121,7 @@ class Tool(RequestModel):
 
     type: Literal["function"]
     function: FunctionDefinition
-    cache_control: Any = ignored(CACHE_CONTROL)
+    cache_control: object = ignored(CACHE_CONTROL)
 
 
 class FunctionName(RequestModel):
@@ -154,10 +154,10 @@ class AllowedTools(RequestModel):
 class JsonSchema(RequestModel):
     """What the answer must satisfy. It is enforced by a grammar, with or without `strict`."""
 
-    name: Any = ignored("the model is not told of it")
-    description: Any = ignored("the model is not told of it")
+    name: object = ignored("the model is not told of it")
+    description: object = ignored("the model is not told of it")
     schema_: Schema = Field(alias="schema")
-    strict: Any = ignored("it is always followed")
+    strict: object = ignored("it is always followed")
 
 
 class JsonSchemaFormat(RequestModel):
@@ -176,7 +176,7 @@ class Prediction(RequestModel):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
-def _or_none(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+def _or_none(value: object, check: ValidatorFunctionWrapHandler) -> object:
     """What passes the check, else nothing: for what changes no answer."""
     try:
         return check(value)
@@ -238,8 +238,8 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool | None = Field(
         default=None, description="As in vLLM: the answer goes on with the last message, which is an assistant's."
     )
-    reasoning_effort: Any = Field(default=None, description="In the words of the model's template; docs/answers.md.")
-    verbosity: Any = ignored("the model does not know it")
+    reasoning_effort: object = Field(default=None, description="In the words of the model's template; docs/answers.md.")
+    verbosity: object = ignored("the model does not know it")
     prediction: Annotated[Prediction | None, WrapValidator(_or_none)] = Field(
         default=None, description="What the answer may be like: drafts come from it. Of another form it is left out."
     )

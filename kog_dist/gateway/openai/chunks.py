@@ -86,7 +86,7 @@ class ChunkReply(abc.ABC):
         """The same for the end of a choice."""
 
     @abc.abstractmethod
-    def _choice(self, choice: int, finish_reason: str) -> dict[str, Any]:
+    def _choice(self, choice: int, finish_reason: str) -> dict[str, object]:
         """The choice of an answer that is not streamed."""
 
     def _finish_reason(self, choice: int, done: Done) -> str:
@@ -160,7 +160,7 @@ class ChunkReply(abc.ABC):
         assert len(self._dones) == self.form.num_choices, "every choice is done before the end"
         return [self._dones[choice] for choice in range(self.form.num_choices)]
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, object]:
         return usage(self._in_order(), self.form.choices_per_prompt)
 
     def _frame(self, choice: int, body: bytes, logprobs: bytes = b"null") -> bytes:
@@ -187,6 +187,6 @@ def quoted(text: str) -> bytes:
     return encode_basestring_ascii(text).encode("ascii")
 
 
-def merged(pieces: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+def merged(pieces: Sequence[Mapping[str, list[object]]]) -> dict[str, list[object]]:
     """Lists of the same names, one after the other."""
     return {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]} if pieces else {}

@@ -12,7 +12,7 @@ _SAID_OTHERWISE: Final = ("additionalProperties", "unevaluatedProperties")
 _NOT_CLOSED: Final = VALUES | {"not", "if"}  # closing what must not hold would open the whole
 
 
-def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+def closed(schema: Mapping[str, Any]) -> dict[str, object]:
     """The schema with `additionalProperties` false in each object, nested and in $defs, that lists properties and does not say.
 
     Left open is one that has no `properties`, and one whose properties are listed in several places: with allOf, or with

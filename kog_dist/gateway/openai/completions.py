@@ -83,7 +83,7 @@ def _check_combination(request: CompletionRequest, limits: Sequence[int | None],
         raise invalid("echo", "echo and suffix exclude each other: the prompt is not what the answer comes behind")
 
 
-def _prompt_fields(prompt: str | tuple[int, ...], limits: Sequence[int | None], served: ServedModel) -> dict[str, Any]:
+def _prompt_fields(prompt: str | tuple[int, ...], limits: Sequence[int | None], served: ServedModel) -> dict[str, object]:
     """The prompt and the length of its answer. Of a text that the engine cuts into tokens, it says itself whether that fits."""
     if isinstance(prompt, str):
         limit = min(limit for limit in limits if limit is not None)
@@ -154,7 +154,7 @@ class CompletionReply(ChunkReply):
         choices = range(form.num_choices)
         self._texts: list[list[str]] = [[] for _ in choices]
         self._legacy = None if names is None else [LegacyLogprobs(names, has_prompt=bool(echoes)) for _ in choices]
-        self._logprobs: list[list[dict[str, list[Any]]]] = [[] for _ in choices]
+        self._logprobs: list[list[dict[str, list[object]]]] = [[] for _ in choices]
         self.echoes = echoes
         self._unsaid = {choice: echoes[choice // form.choices_per_prompt] for choice in choices} if echoes else {}
         self._is_plain = form.stream and names is None and not form.continuous_usage and not echoes
@@ -196,6 +196,6 @@ class CompletionReply(ChunkReply):
         first = self._piece(choice, "", None)
         return first + self._last_frame(choice, b'"text":""', done) if self._stream else b""
 
-    def _choice(self, choice: int, finish_reason: str) -> dict[str, Any]:
+    def _choice(self, choice: int, finish_reason: str) -> dict[str, object]:
         logprobs = None if self._legacy is None else merged(self._logprobs[choice])
         return {"index": choice, "text": "".join(self._texts[choice]), "logprobs": logprobs, "finish_reason": finish_reason}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.errors import KogError
 from kog_dist.rpc.messages import Error, ErrorCode
@@ -11,7 +11,7 @@ INVALID_REQUEST: Final = "invalid_request_error"
 RATE_LIMIT: Final = "rate_limit_error"
 SERVER: Final = "server_error"
 
-ERROR_SCHEMA: Final[dict[str, Any]] = {
+ERROR_SCHEMA: Final[dict[str, object]] = {
     "type": "object",
     "required": ["error"],
     "additionalProperties": False,
@@ -70,7 +70,7 @@ class ApiError(KogError):
         self.message = message
         self.retry_after_s = retry_after_s
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """The JSON of the answer, also of the event that ends a stream."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 

@@ -57,14 +57,14 @@ class LegacyLogprobs:
         self._decode = names.decoder(is_beginning=has_prompt)
         self._offset = 0
 
-    def first(self, token_id: int) -> dict[str, list[Any]]:
+    def first(self, token_id: int) -> dict[str, list[object]]:
         """The entry of a prompt's first token."""
         self._offset += len(self._decode(token_id))
         return {"tokens": [self._names.exact(token_id)], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
 
     def of(self, event: Tokens | PromptLogprobs) -> dict[str, list[Any]]:
         """The entries of this event's tokens, which follow those of the events before."""
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        found: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, logprob, alternatives in _tokens(event):
             found["tokens"].append(self._names.exact(token_id))
             found["token_logprobs"].append(logprob)
@@ -79,7 +79,7 @@ def to_json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
-def _entry(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
+def _entry(token_id: int, logprob: float, names: TokenNames) -> dict[str, object]:
     raw = names.bytes_of(token_id)
     return {"token": names.text_of(token_id), "logprob": logprob, "bytes": list(raw) if raw else None}
 

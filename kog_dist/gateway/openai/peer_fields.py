@@ -8,7 +8,7 @@ misspelt one of ours (`unknown_fields`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.gateway.openai.request_model import Refusal
 
@@ -204,7 +204,7 @@ REFUSED_IN_FUNCTIONS: Final[Mapping[str, Refusal]] = dict.fromkeys(
 )
 
 
-def is_harmless(refusal: Refusal, value: object, body: Mapping[str, Any]) -> bool:
+def is_harmless(refusal: Refusal, value: object, body: Mapping[str, object]) -> bool:
     """Whether a field that is refused asks for nothing with this value in this body."""
     if any(_same(value, neutral) for neutral in refusal.harmless):
         return True
@@ -213,7 +213,7 @@ def is_harmless(refusal: Refusal, value: object, body: Mapping[str, Any]) -> boo
     return refusal.of_harmless and isinstance(value, dict) and all(_asks_for_nothing(*item, value) for item in value.items())
 
 
-def _asks_for_nothing(name: str, value: object, body: Mapping[str, Any]) -> bool:
+def _asks_for_nothing(name: str, value: object, body: Mapping[str, object]) -> bool:
     refusal = REFUSED_EVERYWHERE.get(name)
     if refusal is not None and not refusal.of_harmless:
         return is_harmless(refusal, value, body)

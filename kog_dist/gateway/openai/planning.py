@@ -95,7 +95,7 @@ def sampling_params(request: SamplingFields, served: ServedModel, logprobs: int 
         raise invalid(str(error).partition(" ")[0], str(error)) from None
 
 
-def _ending_fields(request: SamplingFields) -> dict[str, Any]:
+def _ending_fields(request: SamplingFields) -> dict[str, object]:
     """The fields of Generate that say where an answer ends."""
     stop = request.stop
     texts = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
@@ -115,7 +115,7 @@ def plan_choices(
     param: str,
     request: SamplingFields,
     stamp: Stamp,
-    prompts: Sequence[Mapping[str, Any]],
+    prompts: Sequence[Mapping[str, object]],
     per_prompt: int,
     params: SamplingParams,
     conversation: str | None,

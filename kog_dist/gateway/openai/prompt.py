@@ -52,11 +52,11 @@ class Ending(enum.Enum):
 
 def prompt_of(
     messages: Sequence[ChatMessage],
-    tools: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, object]],
     served: ServedModel,
     param: str = "messages",
     *,
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, object] | None = None,
     ending: Ending = Ending.ANSWER,
     is_enforced: bool = False,
     scope: str | None = None,
@@ -106,7 +106,7 @@ def _check_continued(messages: Sequence[ChatMessage], param: str, is_enforced: b
         raise invalid("continue_final_message", "continue_final_message excludes tools that must be called and response_format")
 
 
-def _in_form(message: dict[str, Any], given: ChatMessage, template: ChatRenderer) -> dict[str, Any]:
+def _in_form(message: dict[str, object], given: ChatMessage, template: ChatRenderer) -> dict[str, object]:
     """The message as the template shows it: its content as a text or in parts, arguments of calls as an object or a text."""
     if template.facts.takes_text_arguments:
         message = with_text_arguments(message)
@@ -118,16 +118,16 @@ def _in_form(message: dict[str, Any], given: ChatMessage, template: ChatRenderer
 
 def _rendered(
     template: ChatRenderer,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
+    messages: Sequence[dict[str, object]],
+    tools: Sequence[Mapping[str, object]],
     param: str,
     ending: Ending,
-    variables: Mapping[str, Any],
+    variables: Mapping[str, object],
 ) -> tuple[RenderedChat, tuple[str, ...]]:
     """The prompt, and what it does not show. A template that breaks on arguments that are no object gets those calls as text."""
 
-    def render(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> RenderedChat:
-        def of(messages: Sequence[Mapping[str, Any]]) -> RenderedChat:
+    def render(messages: Sequence[dict[str, object]], tools: Sequence[Mapping[str, object]]) -> RenderedChat:
+        def of(messages: Sequence[Mapping[str, object]]) -> RenderedChat:
             begins = ending is Ending.ANSWER
             return template.render(messages, tools=tools or None, add_generation_prompt=begins, variables=variables)
 
@@ -147,7 +147,7 @@ def _rendered(
     return text, tuple([*unseen, *unseen_fields(messages, tools, text, param)][:MOST_NAMED])
 
 
-def _is_same(render: Callable[..., str], messages: Sequence[dict[str, Any]], text: str) -> bool:
+def _is_same(render: Callable[..., str], messages: Sequence[dict[str, object]], text: str) -> bool:
     """Whether the prompt is the same without tools."""
     try:
         return render(messages, ()) == text
@@ -170,7 +170,7 @@ def _with_broken_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
     return plain | {"content": f"{content}\n{said}" if content else said}
 
 
-def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_thinking(message: Mapping[str, Any]) -> dict[str, object]:
     """The message as gpt-oss's template wants it: reasoning has another name, and before calls it has all of the text."""
     thought = "\n".join(filter(None, (message.get("reasoning_content"), message["content"] if message.get("tool_calls") else "")))
     changed = {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -210,9 +210,9 @@ def _text_of(message: ChatMessage) -> str:
     return text or message.refusal or ""
 
 
-def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
+def _plain_message(message: ChatMessage, where: str) -> dict[str, object]:
     """The message as chat templates expect it: text content, `system` for `developer`, arguments as an object."""
-    plain: dict[str, Any] = {
+    plain: dict[str, object] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": _text_of(message),
     }
@@ -240,7 +240,7 @@ def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
     return plain
 
 
-def _arguments(given: str | dict[str, Any] | None) -> dict[str, Any] | str:
+def _arguments(given: str | dict[str, object] | None) -> dict[str, object] | str:
     """What an earlier call was given: an object, or a text that is none, as max_tokens leaves it."""
     if isinstance(given, dict):
         return given

@@ -42,7 +42,7 @@ class Refusal:
     of_harmless: bool = False
 
 
-def _with_reason(value: object, known: ValidatorFunctionWrapHandler) -> Any:
+def _with_reason(value: object, known: ValidatorFunctionWrapHandler) -> object:
     try:
         return known(value)
     except ValidationError as error:
@@ -53,7 +53,7 @@ TEXT_ALONE: Final = WrapValidator(_with_reason)  # of the type of a message's pa
 _IGNORED: Final = "Accepted and ignored: "
 
 
-def ignored(what: str) -> Any:
+def ignored(what: str) -> object:
     """A field that is accepted because it cannot change the answer."""
     return Field(default=None, description=f"{_IGNORED}{what}.")
 
@@ -89,7 +89,7 @@ class RequestModel(BaseModel):
         return self
 
 
-def _bounded(name: str, description: str) -> Any:
+def _bounded(name: str, description: str) -> object:
     low, high = LIMITS[name]
     return Field(ge=low, le=high, description=description)
 
@@ -108,7 +108,7 @@ TopP = Annotated[float, Field(ge=0, le=1, description="0 leaves the best token o
 Penalty = Annotated[float, _bounded("presence_penalty", "Of tokens that the answer has already.")]
 
 
-def _as_integer(value: Any) -> Any:
+def _as_integer(value: object) -> object:
     """100.0 is an integer of JSON, which some clients write so."""
     return int(value) if type(value) is float and value.is_integer() else value
 
@@ -138,7 +138,7 @@ class StreamOptions(RequestModel):
 
     include_usage: bool | None = Field(default=None, description="A last chunk with the usage, and without choices.")
     continuous_usage_stats: bool | None = Field(default=None, description="As in vLLM: the usage so far in every chunk.")
-    include_obfuscation: Any = ignored("streams are not padded")
+    include_obfuscation: object = ignored("streams are not padded")
 
 
 class SamplingFields(RequestModel):
@@ -176,13 +176,13 @@ class SamplingFields(RequestModel):
         default=None, description="As in vLLM: only what requests with the same one have left is used again."
     )
     speculate: Speculate = None
-    metadata: Any = ignored("nothing is stored")
-    store: Any = ignored("nothing is stored")
-    safety_identifier: Any = ignored("nobody is reported")
-    service_tier: Any = ignored("there is one")
-    prompt_cache_retention: Any = ignored("the least recently used cache makes room")
-    prompt_cache_options: Any = ignored("caches are used whenever they fit")
-    priority: Any = ignored("requests run in turns")
+    metadata: object = ignored("nothing is stored")
+    store: object = ignored("nothing is stored")
+    safety_identifier: object = ignored("nobody is reported")
+    service_tier: object = ignored("there is one")
+    prompt_cache_retention: object = ignored("the least recently used cache makes room")
+    prompt_cache_options: object = ignored("caches are used whenever they fit")
+    priority: object = ignored("requests run in turns")
 
 
 class TextFormat(RequestModel):

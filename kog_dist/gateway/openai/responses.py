@@ -138,7 +138,7 @@ def _call(item: InputItem, where: str) -> ToolCall:
     return ToolCall(id=_needed(item.call_id, f"{where}.call_id"), function=function)
 
 
-def _needed(value: Any, where: str) -> Any:
+def _needed(value: object, where: str) -> Any:
     if value is None:
         raise invalid(where, f"{where} is missing", "missing_required_parameter")
     return value
@@ -152,7 +152,7 @@ def _text(content: str | Sequence[InputPart]) -> str:
 _MAX_REPEATED: Final = 1 << 16  # bytes of a request that its response repeats, three times in a stream
 
 
-def _outline(request: ResponsesRequest, stamp: Stamp, served: ServedModel, params: SamplingParams) -> dict[str, Any]:
+def _outline(request: ResponsesRequest, stamp: Stamp, served: ServedModel, params: SamplingParams) -> dict[str, object]:
     """The members of the response that are known before the answer. A long request is not repeated in full."""
     dumped = request.model_dump(mode="json", by_alias=True, exclude_none=True, include={"text", "tools", "tool_choice"})
     tools = [{"description": None, "parameters": None, "strict": False, **tool} for tool in dumped.get("tools", ())]

@@ -43,11 +43,11 @@ class ResponseReply(OneChoiceReply):
         self._id: str = outline["id"]
         self._has_begun = False
         self._num_events = 0
-        self._output: list[dict[str, Any]] = []  # finished items
-        self._open: dict[str, Any] | None = None  # the item that grows
+        self._output: list[dict[str, object]] = []  # finished items
+        self._open: dict[str, object] | None = None  # the item that grows
         self._pieces: list[str] = []  # its text or arguments
-        self._entries: list[dict[str, Any]] = []
-        self._untold: list[dict[str, Any]] = []
+        self._entries: list[dict[str, object]] = []
+        self._untold: list[dict[str, object]] = []
         self._is_plain = stream and names is None and isinstance(self._parser, PlainText)
         self._before_number = self._before_text = b""
 
@@ -103,7 +103,7 @@ class ResponseReply(OneChoiceReply):
     def _take(self, deltas: Sequence[Delta]) -> bytes:
         return self._begin() + self._tell(deltas, [])
 
-    def _tell(self, deltas: Sequence[Delta], told: list[dict[str, Any]]) -> bytes:
+    def _tell(self, deltas: Sequence[Delta], told: list[dict[str, object]]) -> bytes:
         told = self._untold + told  # of tokens whose text was held back
         self._untold = []
         if told and not deltas:
@@ -173,7 +173,7 @@ class ResponseReply(OneChoiceReply):
         at_part = {"item_id": self._open["id"], "output_index": len(self._output), "content_index": 0}
         return self._event(f"{_REASONING}.delta", {**at_part, "delta": text})
 
-    def _add_text(self, text: str, told: list[dict[str, Any]]) -> bytes:
+    def _add_text(self, text: str, told: list[dict[str, object]]) -> bytes:
         self._pieces.append(text)
         self._entries += told
         if not self.stream:
@@ -241,13 +241,13 @@ class ResponseReply(OneChoiceReply):
             "response.in_progress", {"response": response}
         )
 
-    def _event(self, kind: str, members: Mapping[str, Any]) -> bytes:
+    def _event(self, kind: str, members: Mapping[str, object]) -> bytes:
         if not self.stream:
             return b""
         number, self._num_events = self._num_events, self._num_events + 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, "sequence_number": number, **members}))
 
-    def _response(self, status: str, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _response(self, status: str, error: Mapping[str, object] | None = None) -> dict[str, object]:
         done = self._done
         response = {
             **self.outline,

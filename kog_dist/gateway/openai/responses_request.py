@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -39,10 +39,10 @@ class InputPart(RequestModel):
     type: Annotated[Literal["input_text", "output_text", "text", "refusal", "reasoning_text"], TEXT_ALONE]
     text: str = ""
     refusal: str = ""
-    annotations: Any = ignored("of an earlier answer")
-    logprobs: Any = ignored("of an earlier answer")
-    prompt_cache_breakpoint: Any = ignored("beginnings are cached wherever they end")
-    cache_control: Any = ignored(CACHE_CONTROL)
+    annotations: object = ignored("of an earlier answer")
+    logprobs: object = ignored("of an earlier answer")
+    prompt_cache_breakpoint: object = ignored("beginnings are cached wherever they end")
+    cache_control: object = ignored(CACHE_CONTROL)
 
 
 class InputItem(RequestModel):
@@ -59,18 +59,18 @@ class InputItem(RequestModel):
     content: str | Annotated[list[InputPart], Field(fail_fast=True)] | None = Field(default=None, description="Of a message.")
     call_id: str | None = None
     name: str | None = Field(default=None, description="Of a function_call.")
-    arguments: str | dict[str, Any] | None = Field(default=None, description="Of a function_call.")
+    arguments: str | dict[str, object] | None = Field(default=None, description="Of a function_call.")
     output: str | Annotated[list[InputPart], Field(fail_fast=True)] | None = Field(
         default=None, description="Of a function_call_output."
     )
-    id: Any = ignored("nothing is stored")
-    status: Any = ignored("of an earlier answer")
-    phase: Any = ignored("of an earlier answer")
-    namespace: Any = ignored("functions have one")
-    caller: Any = ignored("of an earlier answer")
-    summary: Any = ignored("of reasoning")
-    encrypted_content: Any = ignored("of reasoning")
-    cache_control: Any = ignored(CACHE_CONTROL)
+    id: object = ignored("nothing is stored")
+    status: object = ignored("of an earlier answer")
+    phase: object = ignored("of an earlier answer")
+    namespace: object = ignored("functions have one")
+    caller: object = ignored("of an earlier answer")
+    summary: object = ignored("of reasoning")
+    encrypted_content: object = ignored("of reasoning")
+    cache_control: object = ignored(CACHE_CONTROL)
 
 
 class FunctionTool(RequestModel):
@@ -82,10 +82,10 @@ class FunctionTool(RequestModel):
     name: FormatName
     description: str | None = None
     parameters: Schema | None = None
-    strict: Any = ignored("where arguments are enforced they follow the schema")
-    defer_loading: Any = ignored("tools are always there")
-    output_schema: Any = ignored("outputs are not checked")
-    allowed_callers: Any = ignored("there is one")
+    strict: object = ignored("where arguments are enforced they follow the schema")
+    defer_loading: object = ignored("tools are always there")
+    output_schema: object = ignored("outputs are not checked")
+    allowed_callers: object = ignored("there is one")
 
 
 class NamedFunction(RequestModel):
@@ -107,23 +107,23 @@ class ResponsesJsonSchema(RequestModel):
     """JSON of a given shape. It is enforced by a grammar, with or without `strict`."""
 
     type: Literal["json_schema"]
-    name: Any = ignored("the model is not told of it")
-    description: Any = ignored("the model is not told of it")
+    name: object = ignored("the model is not told of it")
+    description: object = ignored("the model is not told of it")
     schema_: Schema = Field(alias="schema")
-    strict: Any = ignored("it is always followed")
+    strict: object = ignored("it is always followed")
 
 
 class TextOptions(RequestModel):
     """What the text of the answer must be."""
 
     format: TextFormat | JsonObjectFormat | ResponsesJsonSchema | None = Field(default=None, discriminator="type")
-    verbosity: Any = ignored("the model does not know it")
+    verbosity: object = ignored("the model does not know it")
 
 
 class ResponsesStreamOptions(RequestModel):
     """Nothing that counts here."""
 
-    include_obfuscation: Any = ignored("streams are not padded")
+    include_obfuscation: object = ignored("streams are not padded")
 
 
 LOGPROBS_INCLUDED = "message.output_text.logprobs"
@@ -171,10 +171,10 @@ class ResponsesRequest(SamplingFields):
         default=None, description=f"`{LOGPROBS_INCLUDED}` adds log-probabilities; the others ask for what does not exist here."
     )
     stream_options: ResponsesStreamOptions | None = None
-    max_tool_calls: Any = ignored("it limits tools that OpenAI runs itself")
-    reasoning: Any = Field(default=None, description="Its effort, in the words of the model's template; docs/answers.md.")
-    client_metadata: Any = ignored("nothing is stored")
-    access_programs: Any = ignored("there are none")
+    max_tool_calls: object = ignored("it limits tools that OpenAI runs itself")
+    reasoning: object = Field(default=None, description="Its effort, in the words of the model's template; docs/answers.md.")
+    client_metadata: object = ignored("nothing is stored")
+    access_programs: object = ignored("there are none")
 
     @property
     def effort(self) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.errors import CheckpointError
 from kog_dist.gateway.openai.errors import ApiError, invalid
@@ -26,13 +26,13 @@ class Thinking:
     `is_off`: no thought is wanted.
     """
 
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, object] = field(default_factory=dict)
     budget: int | None = None
     is_firm: bool = False
     is_off: bool = False
 
 
-def thinking_of(effort: object, given: Mapping[str, Any] | None, served: ServedModel) -> Thinking:
+def thinking_of(effort: object, given: Mapping[str, object] | None, served: ServedModel) -> Thinking:
     """What an effort and the `chat_template_kwargs` of a request come to. Raises ApiError for a budget that is none.
 
     A template that knows efforts gets the word. Of another one `none` turns thoughts off and other words on, and `minimal` and
@@ -56,7 +56,7 @@ def thinking_of(effort: object, given: Mapping[str, Any] | None, served: ServedM
     return Thinking(variables, budget, is_firm, is_off=is_off and not any(variables.get(switch) for switch in _SWITCHES))
 
 
-def _budget(given: Mapping[str, Any]) -> int | None:
+def _budget(given: Mapping[str, object]) -> int | None:
     budget = given.get(BUDGET)
     if budget is None or budget == -1:
         return None
@@ -88,7 +88,7 @@ class Begun:
     thought_tokens: int | None = None
     thought_letters: str | None = None
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """Those of Generate."""
         return {"prompt_ids": self.prompt_ids, "thought_end": self.thought_end, "thought_tokens": self.thought_tokens}
 

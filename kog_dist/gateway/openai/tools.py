@@ -29,11 +29,11 @@ class Function:
 
     name: str
     description: str | None
-    parameters: Mapping[str, Any] | None
+    parameters: Mapping[str, object] | None
 
-    def as_chat_tool(self) -> dict[str, Any]:
+    def as_chat_tool(self) -> dict[str, object]:
         """The form that chat templates render."""
-        function: dict[str, Any] = {"name": self.name}
+        function: dict[str, object] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
         function["parameters"] = dict(self.parameters) if self.parameters is not None else {"type": "object", "properties": {}}
@@ -48,7 +48,7 @@ class ToolUse:
 
     offered: tuple[Function, ...] = ()
     reading: Reading = field(default_factory=Reading)
-    required: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    required: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     bare: tuple[str, ...] = ()
 
     @property
@@ -60,7 +60,7 @@ class ToolUse:
         """The same for an answer that begins so."""
         return replace(self, reading=replace(self.reading, begins=begun.begins))
 
-    def fields(self, begun: Begun, answer_schema: str | None, served: ServedModel) -> dict[str, Any]:
+    def fields(self, begun: Begun, answer_schema: str | None, served: ServedModel) -> dict[str, object]:
         """The field of Generate that enforces a call, or an answer that satisfies a schema. Raises ApiError 400 above limits."""
         if self.bare:
             names, schemas = self.bare, list(self.required.values())
@@ -123,14 +123,14 @@ def _usable(functions: Sequence[Function], mode: str, names: Sequence[str] | Non
     return () if mode == "none" else usable
 
 
-def _parameters(function: Function) -> dict[str, Any]:
+def _parameters(function: Function) -> dict[str, object]:
     schema = dict(function.parameters) if function.parameters else dict(_NO_PARAMETERS)
     if schema.setdefault("type", "object") != "object":
         raise invalid("tools", f"tools: the parameters of {function.name} must be a schema of type object")
     return schema
 
 
-def _one_of(names: Sequence[str], schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _one_of(names: Sequence[str], schemas: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """The schema of `{"name": ..., "arguments": ...}`; each function's schema moves into $defs, with its references."""
     branches = [
         {
@@ -144,10 +144,10 @@ def _one_of(names: Sequence[str], schemas: Sequence[Mapping[str, Any]]) -> dict[
     return {"anyOf": branches, "$defs": {str(idx): _moved(schema, f"#/$defs/{idx}") for idx, schema in enumerate(schemas)}}
 
 
-def _moved(schema: Mapping[str, Any], root: str) -> Any:
+def _moved(schema: Mapping[str, Any], root: str) -> object:
     """The schema with references to its own root made into references to where it stands now."""
 
-    def refer(inner: dict[str, Any]) -> dict[str, Any]:
+    def refer(inner: dict[str, object]) -> dict[str, object]:
         place = inner.get("$ref")
         return inner | {"$ref": root + place[1:]} if isinstance(place, str) and place.startswith("#") else inner
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.gateway.openai.errors import invalid, unsupported
 from kog_dist.gateway.openai.peer_fields import HARMLESS, is_harmless
@@ -62,7 +62,7 @@ class _Finder:
                 for idx, item in enumerate(value):
                     self.look_at(item, (*path, name, idx))
 
-    def _judge(self, kind: type[RequestModel], path: Path, name: str, value: object, siblings: Mapping[str, Any]) -> None:
+    def _judge(self, kind: type[RequestModel], path: Path, name: str, value: object, siblings: Mapping[str, object]) -> None:
         if (refusal := kind.refused.get(name)) is not None:
             if not is_harmless(refusal, value, siblings):
                 param = path_text((*path, name))

@@ -10,7 +10,9 @@ MOST_NAMED: Final = 16
 _THOUGHT_END: Final = "</think>"  # templates leave out what came before it in an earlier answer, on purpose
 
 
-def unseen_fields(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], text: str, param: str) -> list[str]:
+def unseen_fields(
+    messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]], text: str, param: str
+) -> list[str]:
     """Paths of messages' fields and of tools that are not in the text of a prompt, at most 16: contents, names, calls.
 
     What a template changes on its way (blanks, line ends, JSON) is there all the same. Reasoning of earlier answers and ids of
@@ -47,7 +49,7 @@ def _said_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, st
             yield f"tools[{idx}]", said
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

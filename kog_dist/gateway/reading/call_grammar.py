@@ -41,7 +41,7 @@ class CallGrammar:
         """
         self._tokenizer, self._behind_thought, self._thought_end = tokenizer, behind_thought, thought_end
         self._rules: list[str] = []
-        self._schemas: list[Mapping[str, Any]] = []
+        self._schemas: list[Mapping[str, object]] = []
 
     def text(self, start: str) -> str:
         """All of it."""
@@ -84,7 +84,7 @@ class CallGrammar:
             return self.text(f"{self._lead()} {self.schema(schema)}")
         return self.text(f'{self._channel()} "final" {self.tag(MESSAGE)} {self.schema(schema)}')
 
-    def _form(self, tools: str, source: str) -> tuple[str, Callable[[str, Mapping[str, Any]], str], str, str]:
+    def _form(self, tools: str, source: str) -> tuple[str, Callable[[str, Mapping[str, object]], str], str, str]:
         """What comes before the first call, a call, what is between two, what comes behind the last."""
         if tools == "channels":
             return "", self._in_channel, "", ""
@@ -101,7 +101,7 @@ class CallGrammar:
             return "", self._xml_or_json, '"\\n"', ""
         return "", self._in_tag, '"\\n"', ""
 
-    def _json(self, key: str) -> Callable[[str, Mapping[str, Any]], str]:
+    def _json(self, key: str) -> Callable[[str, Mapping[str, object]], str]:
         def call(name: str, schema: Mapping[str, Any]) -> str:
             head = f'{{"name": "{name}", "{key}": '
             return f'{_quoted(head)} {self.schema(schema)} "}}"'
@@ -112,7 +112,7 @@ class CallGrammar:
         inner = self._json("arguments")(name, schema)
         return f'{self.tag(TOOL_CALL)} "\\n" {inner} "\\n" {self.tag(TOOL_CALL_END)}'
 
-    def _deepseek(self, is_fenced: bool) -> Callable[[str, Mapping[str, Any]], str]:
+    def _deepseek(self, is_fenced: bool) -> Callable[[str, Mapping[str, object]], str]:
         def call(name: str, schema: Mapping[str, Any]) -> str:
             before, behind = (f"{name}\n```json\n", "\n```") if is_fenced else ("", "")
             kind = "function" if is_fenced else name
@@ -140,7 +140,7 @@ class CallGrammar:
         head = _quoted(f"\n<function={name}>\n")
         return f'{self.tag(TOOL_CALL)} {head} {inner} "</function>\\n" {self.tag(TOOL_CALL_END)}'
 
-    def _parameter(self, key: str, value: Mapping[str, Any] | list[str] | None) -> str:
+    def _parameter(self, key: str, value: Mapping[str, object] | list[str] | None) -> str:
         """`value`: a schema of what is no string; words; None: any text."""
         head, tail = _quoted(f"<parameter={key}>\n"), _quoted("\n</parameter>\n")
         if value is None:
@@ -150,7 +150,7 @@ class CallGrammar:
         return self.rule(f"{head} ({inner}) {tail}")
 
 
-def _xml_values(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | list[str] | None] | None:
+def _xml_values(schema: Mapping[str, Any]) -> dict[str, Mapping[str, object] | list[str] | None] | None:
     """How each parameter's value is enforced; None if XML cannot enforce the schema."""
     properties = schema.get("properties", {})
     if (
@@ -163,7 +163,7 @@ def _xml_values(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | list
     if not isinstance(required, list) or not all(isinstance(key, str) and key in properties for key in required):
         return None
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    found: dict[str, Mapping[str, Any] | list[str] | None] = {}
+    found: dict[str, Mapping[str, object] | list[str] | None] = {}
     for key, value in properties.items():
         types = types_of(value, schema)
         if (
@@ -184,7 +184,7 @@ def _xml_values(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | list
     return found
 
 
-def _are_plain(value: Mapping[str, Any]) -> bool:
+def _are_plain(value: Mapping[str, object]) -> bool:
     """Whether branches say nothing but types."""
     given = [value[key] for key in ("anyOf", "oneOf") if key in value]
     return all(

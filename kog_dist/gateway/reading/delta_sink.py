@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.gateway.reading.deltas import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta, ThoughtBefore, joined
 from kog_dist.gateway.reading.json_text import BLANKS
@@ -16,7 +16,7 @@ class DeltaSink:
     """Collects what readers find. Blanks at the beginning, around thoughts and around calls belong to nothing."""
 
     def __init__(
-        self, functions: Mapping[str, Mapping[str, Any]], *, has_one_call: bool = False, parts_thoughts: bool = True
+        self, functions: Mapping[str, Mapping[str, object]], *, has_one_call: bool = False, parts_thoughts: bool = True
     ) -> None:
         """`has_one_call`: the first call is all that is wanted. `parts_thoughts`: else they are content."""
         self.functions, self._parts_thoughts = functions, parts_thoughts

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.gateway.reading.channels import Channels
 from kog_dist.gateway.reading.delta_sink import DeltaSink
@@ -117,7 +117,7 @@ class Reading:
     """How the answers to one request are read. `functions`: parameters, by the names that may be called."""
 
     style: Style = field(default_factory=Style)
-    functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    functions: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     begins: str = "free"
     has_one_call: bool = False
 

@@ -6,7 +6,7 @@ So a reader looks like the grammar of what it reads, and how the answer was cut 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from kog_dist.gateway.reading.tags import Symbol
 
@@ -16,7 +16,7 @@ Machine: TypeAlias = Generator[None, Symbol, Symbol]
 class Sink(Protocol):
     """Where readers put what they have found."""
 
-    functions: Mapping[str, Mapping[str, Any]]  # parameters by name: what may be called
+    functions: Mapping[str, Mapping[str, object]]  # parameters by name: what may be called
 
     def text(self, text: str) -> None:
         """Content."""
@@ -42,7 +42,7 @@ def shown(symbol: Symbol) -> str:
 class _Deaf:
     """Takes everything and keeps nothing."""
 
-    functions: Mapping[str, Mapping[str, Any]] = {}
+    functions: Mapping[str, Mapping[str, object]] = {}
 
     def take(self, text: str = "") -> None:
         """What any reader has found."""

@@ -11,12 +11,12 @@ _ALL: Final = frozenset({"string", "number", "integer", "boolean", "null", "obje
 _WORDS: Final = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
-def types_of(schema: Any, root: Any) -> frozenset[str]:
+def types_of(schema: Any, root: object) -> frozenset[str]:
     """The JSON types that a schema allows; all where it does not say. `root`: what its references begin at."""
     return _types(schema, root, _MAX_REFERENCES)
 
 
-def _types(schema: Any, root: Any, num_left: int) -> frozenset[str]:
+def _types(schema: Any, root: object, num_left: int) -> frozenset[str]:
     if not isinstance(schema, Mapping) or num_left == 0:
         return _ALL
     found = _ALL
@@ -38,7 +38,7 @@ def _types(schema: Any, root: Any, num_left: int) -> frozenset[str]:
     return found or _ALL
 
 
-def _referred(reference: str, root: Any) -> Any:
+def _referred(reference: str, root: object) -> object:
     """The schema that a local reference names."""
     if not reference.startswith("#"):
         return None

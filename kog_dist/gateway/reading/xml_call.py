@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.gateway.reading.json_text import BLANKS
 from kog_dist.gateway.reading.symbols import DEAF, Machine, Sink, quoted, shown
@@ -36,7 +36,7 @@ class XmlCall:
     def __init__(self, sink: Sink, before: str) -> None:
         """`before`: what was read of it, which is text if it is no call."""
         self._sink, self._before = sink, before
-        self._parameters: Mapping[str, Any] = {}
+        self._parameters: Mapping[str, object] = {}
         self._keys: set[str] = set()
         self._word = ""  # what was read last
         self.is_call = False

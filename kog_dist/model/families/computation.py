@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.errors import ConfigError
+from kog_dist.model.families.fields import Config
 from kog_dist.quoting import short
 
-Values = tuple[Any, ...]
-Config = Mapping[str, Any]
+Values = tuple[object, ...]
 Rule = Values | Callable[[Config], Values]
 
 
@@ -23,8 +23,8 @@ def _named(names: str, values: Rule) -> dict[str, Rule]:
 
 
 def _size(config: Config, key: str) -> float:
-    value: Any = config.get(key)
-    return float(value) if type(value) in (int, float) and 0 < value < 2**53 else math.nan
+    value = config.get(key)
+    return float(value) if (type(value) is int or type(value) is float) and 0 < value < 2**53 else math.nan
 
 
 def _head_dim(config: Config) -> float:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.families import dense
 from kog_dist.model.families.dense import CODED_LANE_COLUMNS, FFN, HEAD, IGNORED, KEYS, LANE_WEIGHTS, MOST_LANES, SMALL_LAYER
-from kog_dist.model.families.fields import number, read_rope
+from kog_dist.model.families.fields import Config, number, read_rope
 from kog_dist.model.families.qwen3_moe import num_experts
 from kog_dist.model.families.stored import Family, Names, StoredTensorName
 from kog_dist.model.formats.quantisation import read_quantisation
@@ -23,7 +23,6 @@ from kog_dist.model.layout import TensorLayout
 from kog_dist.model.spec import ModelSpec
 from kog_dist.quoting import short
 
-Config = Mapping[str, Any]
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _KEYS: Final = frozenset(
     """layer_types full_attention_interval partial_rotary_factor linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
@@ -33,7 +32,7 @@ _OF_EXPERTS: Final = frozenset(
     """moe_intermediate_size shared_expert_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob
     mlp_only_layers decoder_sparse_step""".split()
 )
-_OWN: Final[Mapping[str, tuple[Any, ...]]] = {
+_OWN: Final[Mapping[str, tuple[object, ...]]] = {
     "attn_output_gate": (True,),
     "mamba_ssm_dtype": ("float32",),
     "output_gate_type": ("swish", "silu"),
@@ -74,7 +73,7 @@ def text_of(config: Config) -> Config:
     return text
 
 
-def _of_text(quantisation: Any) -> Any:
+def _of_text(quantisation: object) -> object:
     """What a wrapper says of codes, with the names that modules of a text alone have."""
     if not isinstance(quantisation, Mapping):
         return quantisation

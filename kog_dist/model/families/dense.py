@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.experts import ExpertsSpec
-from kog_dist.model.families.fields import number, read_rope
+from kog_dist.model.families.fields import Config, number, read_rope
 from kog_dist.model.families.stored import Names, StoredTensorName
 from kog_dist.model.formats.quantisation import read_quantisation
 from kog_dist.model.layout import EMBEDDING, SINKS, TensorLayout
@@ -30,7 +29,7 @@ KEYS = frozenset(
     max_position_embeddings original_max_position_embeddings rope_theta rope_scaling rope_parameters rms_norm_eps
     tie_word_embeddings quantization_config""".split()
 )
-HEAD_NORMS: Mapping[str, tuple[Any, ...]] = {"use_qk_norm": (True,)}  # of families that have them
+HEAD_NORMS: Mapping[str, tuple[object, ...]] = {"use_qk_norm": (True,)}  # of families that have them
 WINDOW_KEYS = frozenset(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"))
 _OUTER = {EMBEDDING: "model.embed_tokens.weight", "model.norm.weight": "model.norm.weight", HEAD: HEAD}
 _ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm"}
@@ -41,7 +40,7 @@ _COLUMNS = ("wo", "w2")
 
 
 def read_dense(
-    config: Mapping[str, Any],
+    config: Config,
     *,
     max_context: int,
     head_dim: int | None = None,
@@ -95,7 +94,7 @@ def read_dense(
     return replace(spec, num_lanes=lanes_of(spec, 0 if quantisation is None else quantisation.lane_columns))
 
 
-def num_layers_of(config: Mapping[str, Any]) -> int:
+def num_layers_of(config: Config) -> int:
     """The number of layers, or one more than ModelSpec takes."""
     return min(int(number(config, "num_hidden_layers", None, int)), MAX_LAYERS + 1)
 
@@ -127,7 +126,7 @@ def lanes_of(spec: ModelSpec, columns: int = 0) -> int:
     return lanes
 
 
-def qwen_windows(config: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...]]:
+def qwen_windows(config: Config) -> tuple[int | None, tuple[int, ...]]:
     """Sliding window and the layers that have it, as Qwen2's and Qwen3's configs say. Raises ConfigError."""
     num_layers = num_layers_of(config)
     types = config.get("layer_types")

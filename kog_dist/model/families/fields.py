@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.rope_scaling import SCALINGS, RopeScaling, YarnScaling
 from kog_dist.quoting import short
 
+Config: TypeAlias = Mapping[str, object]  # as it was published: whoever reads a value checks it
+Number = TypeVar("Number", bound=float)  # int, float or bool
 _LARGEST_NUMBER = 2**53
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")  # the second is the name in transformers 5
 
 
-def number(config: Mapping[str, Any], key: str, default: Any, kind: type) -> Any:
+def number(config: Config, key: str, default: Number | None, kind: type[Number]) -> Number:
     """The value of a key as `kind` (int, float or bool), null as missing. Raises ConfigError, also if it has no default."""
-    value: Any = default if config.get(key) is None else config[key]  # published files write null for "as by default"
+    value: object = default if config.get(key) is None else config[key]  # published files write null for "as by default"
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
-    accepted = (int, float) if kind is float else (kind,)
+    accepted: tuple[type[float], ...] = (int, float) if kind is float else (kind,)
     if value is None:
         raise ConfigError(f"config key {key} is missing; fetch config.json again from where the model was published")
     if (isinstance(value, bool) and kind is not bool) or not isinstance(value, accepted):
@@ -29,9 +31,9 @@ def number(config: Mapping[str, Any], key: str, default: Any, kind: type) -> Any
     return kind(value)
 
 
-def read_rope(config: Mapping[str, Any], max_context: int) -> tuple[float, RopeScaling | None]:
+def read_rope(config: Config, max_context: int) -> tuple[float, RopeScaling | None]:
     """Base of the rotary frequencies and their scaling, from either of its keys. Raises ConfigError."""
-    found = [(key, dict(config[key])) for key in _ROPE_KEYS if _is_object(config, key)]
+    found = [(key, dict(raw)) for key in _ROPE_KEYS if (raw := _object(config, key)) is not None]
     given = {"rope_theta": config.get("rope_theta")} | {f"{key}.rope_theta": raw.pop("rope_theta", None) for key, raw in found}
     bases: dict[str, float] = {name: number(given, name, None, float) for name, value in given.items() if value is not None}
     if len(set(bases.values())) > 1:
@@ -42,10 +44,11 @@ def read_rope(config: Mapping[str, Any], max_context: int) -> tuple[float, RopeS
     return next(iter(bases.values()), 1e4), scalings[0][1] if scalings else None
 
 
-def _is_object(config: Mapping[str, Any], key: str) -> bool:
-    if config.get(key) is not None and not isinstance(config[key], Mapping):
-        raise ConfigError(f"config key {key} must be an object, got {short(config[key])}")
-    return config.get(key) is not None
+def _object(config: Config, key: str) -> Config | None:
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"config key {key} must be an object, got {short(value)}")
+    return value
 
 
 # Of a scaling: keys that change what is computed, with the value of each that does not. A type that reads none of them, and
@@ -60,7 +63,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _MORE_OF_YARN = frozenset(("attn_factor", "mscale", "mscale_all_dim"))
 
 
-def read_scaling(key: str, raw: Mapping[str, Any], config: Mapping[str, Any], max_context: int) -> RopeScaling | None:
+def read_scaling(key: str, raw: Config, config: Config, max_context: int) -> RopeScaling | None:
     """What `rope_scaling` or `rope_parameters` (`key`) says. Raises ConfigError."""
     kind = _kind(raw)
     if raw.get("type") not in (None, kind):
@@ -79,18 +82,18 @@ def read_scaling(key: str, raw: Mapping[str, Any], config: Mapping[str, Any], ma
     if kind == "yarn":
         return _yarn(key, raw, original, max_context)
     given = {**raw, _ORIGINAL: max_context if original is None else original}
-    kinds = {name: int if name == _ORIGINAL else float for name in read}
-    return SCALINGS[kind](**{name: _of(key, given, name, None, kinds[name]) for name in read})
+    values: dict[str, Any] = {name: _of(key, given, name, None, int if name == _ORIGINAL else float) for name in read}
+    return SCALINGS[kind](**values)
 
 
-def unread_of_rope(config: Mapping[str, Any]) -> list[str]:
+def unread_of_rope(config: Config) -> list[str]:
     """Names in `rope_scaling` and `rope_parameters` that their type does not have."""
-    found = {key: config[key] for key in _ROPE_KEYS if _is_object(config, key)}
+    found = {key: raw for key in _ROPE_KEYS if (raw := _object(config, key)) is not None}
     always = {"rope_type", "type", "rope_theta"}
     return [f"{key}.{name}" for key, raw in found.items() for name in sorted(set(raw) - _names_read(_kind(raw)) - always)]
 
 
-def _kind(raw: Mapping[str, Any]) -> object:
+def _kind(raw: Config) -> object:
     return raw.get("rope_type") or raw.get("type") or "default"
 
 
@@ -101,12 +104,12 @@ def _names_read(kind: object) -> frozenset[str]:
     return frozenset(names) | {"yarn": _MORE_OF_YARN, "dynamic": frozenset(("factor",))}.get(str(kind), frozenset())
 
 
-def _of(key: str, raw: Mapping[str, Any], name: str, default: Any, kind: type) -> Any:
+def _of(key: str, raw: Config, name: str, default: Number | None, kind: type[Number]) -> Number:
     """`number` of one of a scaling's keys."""
     return number({f"{key}.{name}": raw.get(name)}, f"{key}.{name}", default, kind)
 
 
-def _original_context(key: str, raw: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+def _original_context(key: str, raw: Config, config: Config) -> int | None:
     """The context that a model was first trained for: of the scaling, or beside it, as some families have it."""
     found = [_of(key, raw, _ORIGINAL, 0, int), number(config, _ORIGINAL, 0, int)]
     given = [value for value in found if value]
@@ -115,7 +118,7 @@ def _original_context(key: str, raw: Mapping[str, Any], config: Mapping[str, Any
     return given[0] if given else None
 
 
-def _yarn(key: str, raw: Mapping[str, Any], original: int | None, max_context: int) -> YarnScaling:
+def _yarn(key: str, raw: Config, original: int | None, max_context: int) -> YarnScaling:
     """Without a factor it is how much longer the context is than the original one, as transformers has it."""
     implied = None if original is None else max_context / original
     factor = _of(key, raw, "factor", implied, float)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.families import dense
 from kog_dist.model.families.dense import HEAD, IGNORED, KEYS, num_layers_of, read_dense
-from kog_dist.model.families.fields import number
+from kog_dist.model.families.fields import Config, number
 from kog_dist.model.families.stored import Family, Names, StoredTensorName
 from kog_dist.model.formats.quantisation import KEY, read_quantisation
 from kog_dist.model.formats.stacked_experts import Part, Place, down, gate, unstacked, up
@@ -36,7 +36,7 @@ _SLIDING: Final = "sliding_attention"
 _FULL: Final = "full_attention"
 
 
-def read_config(config: Mapping[str, Any]) -> ModelSpec:
+def read_config(config: Config) -> ModelSpec:
     """The spec of a GptOssForCausalLM. Raises ConfigError."""
     quantisation = read_quantisation(config)
     if quantisation is not None and not quantisation.is_of_experts:
@@ -55,7 +55,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     )  # fmt: skip
 
 
-def _num_experts(config: Mapping[str, Any]) -> int:
+def _num_experts(config: Config) -> int:
     """Raises ConfigError, also where the key is missing: the default of transformers is that of one model alone."""
     if config.get("num_local_experts") is None:
         raise ConfigError(
@@ -64,7 +64,7 @@ def _num_experts(config: Mapping[str, Any]) -> int:
     return int(number(config, "num_local_experts", None, int))
 
 
-def _per_token(config: Mapping[str, Any]) -> int:
+def _per_token(config: Config) -> int:
     """Under either of two keys; published files have both. Raises ConfigError."""
     chosen = int(number(config, "num_experts_per_tok", number(config, "experts_per_token", 4, int), int))
     if config.get("experts_per_token") not in (None, chosen):
@@ -72,17 +72,17 @@ def _per_token(config: Mapping[str, Any]) -> int:
     return chosen
 
 
-def _with_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_rope(config: Config) -> Mapping[str, object]:
     """With the rotary base and scaling that a config means which does not say."""
     given = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key) is not None]
-    changes: dict[str, Any] = {} if given else {"rope_scaling": _ROPE}
+    changes: dict[str, object] = {} if given else {"rope_scaling": _ROPE}
     nested = any(isinstance(raw, Mapping) and raw.get("rope_theta") is not None for raw in given)
     if config.get("rope_theta") is None and not nested:
         changes["rope_theta"] = _THETA
     return {**config, **changes}
 
 
-def _windows(config: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...]]:
+def _windows(config: Config) -> tuple[int | None, tuple[int, ...]]:
     """Sliding window and the layers that have it: every other one from the first on, unless `layer_types` says otherwise."""
     num_layers = num_layers_of(config)
     kinds = config.get("layer_types")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from kog_dist.errors import ConfigError
 from kog_dist.model.experts import ExpertsSpec
-from kog_dist.model.families.fields import number, read_rope
+from kog_dist.model.families.fields import Config, number, read_rope
 from kog_dist.model.families.stored import Family, same_names
 from kog_dist.model.spec import MODEL_TYPES, HeadType, ModelSpec
 from kog_dist.model_limits import MAX_LAYERS
@@ -22,7 +19,7 @@ _KEYS = frozenset(
 )
 
 
-def read_config(config: Mapping[str, Any]) -> ModelSpec:
+def read_config(config: Config) -> ModelSpec:
     """The spec in a parsed `config.json`. Raises ConfigError naming the key that is unknown, missing or contradictory."""
     num_heads = number(config, "num_attention_heads", None, int)
     num_layers = min(number(config, "num_hidden_layers", None, int), MAX_LAYERS + 1)  # ModelSpec refuses the excess
@@ -60,7 +57,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def _head_type(config: Mapping[str, Any]) -> HeadType:
+def _head_type(config: Config) -> HeadType:
     try:
         return HeadType(config.get("lm_head_type", "replicate"))
     except ValueError:
@@ -68,14 +65,14 @@ def _head_type(config: Mapping[str, Any]) -> HeadType:
         raise ConfigError(f"lm_head_type {short(config['lm_head_type'])} is not supported; supported: {names}") from None
 
 
-def _norm_eps(config: Mapping[str, Any]) -> float:
+def _norm_eps(config: Config) -> float:
     if "norm_eps" in config and "rms_norm_eps" in config and config["norm_eps"] != config["rms_norm_eps"]:
         raise ConfigError(f"norm_eps {short(config['norm_eps'])} contradicts rms_norm_eps {short(config['rms_norm_eps'])}")
     key = "rms_norm_eps" if "rms_norm_eps" in config else "norm_eps"
     return float(number(config, key, 1e-5, float))
 
 
-def _comm(config: Mapping[str, Any]) -> tuple[bool, bool]:
+def _comm(config: Config) -> tuple[bool, bool]:
     both = number(config, "use_comm", True, bool)
     flags = []
     for key in ("use_attention_comm", "use_mlp_comm"):
@@ -86,7 +83,7 @@ def _comm(config: Mapping[str, Any]) -> tuple[bool, bool]:
     return flags[0], flags[1]
 
 
-def _layer_list(config: Mapping[str, Any], key: str, num_layers: int) -> tuple[int, ...]:
+def _layer_list(config: Config, key: str, num_layers: int) -> tuple[int, ...]:
     value = config.get(key) or []
     if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
         raise ConfigError(f"config key {key} must be a list of layer numbers, got {short(value)}")
@@ -96,7 +93,7 @@ def _layer_list(config: Mapping[str, Any], key: str, num_layers: int) -> tuple[i
     return tuple(sorted(set(value)))
 
 
-def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+def _windows(config: Config, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
     window = None if config.get("sliding_window") is None else int(number(config, "sliding_window", None, int))
     first = int(number(config, "sliding_window_n_layers", 0, int))
     if abs(first) > max(num_layers, 0):

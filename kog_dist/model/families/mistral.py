@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from kog_dist.model.families.computation import all_layers
 from kog_dist.model.families.dense import HEAD, IGNORED, KEYS, num_layers_of, read_dense, rounded_lanes, stored_names
-from kog_dist.model.families.fields import number
+from kog_dist.model.families.fields import Config, number
 from kog_dist.model.families.stored import Family
 from kog_dist.model.spec import ModelSpec
 
 _WINDOW = 4096  # of a config without the key; null is none
 
 
-def read_config(config: Mapping[str, Any]) -> ModelSpec:
+def read_config(config: Config) -> ModelSpec:
     """The spec of a MistralForCausalLM. Raises ConfigError."""
     layers = tuple(range(num_layers_of(config)))
     is_null = "sliding_window" in config and config["sliding_window"] is None
@@ -22,7 +19,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     return read_dense(config, max_context=131_072, kv_heads=8, windows=windows)
 
 
-def _layer_types(config: Mapping[str, Any]) -> tuple[Any, ...]:
+def _layer_types(config: Config) -> tuple[object, ...]:
     return all_layers("full_attention" if config.get("sliding_window", _WINDOW) is None else "sliding_attention")(config)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from kog_dist.model.families.dense import (
     HEAD,
     HEAD_NORMS,
@@ -16,12 +13,12 @@ from kog_dist.model.families.dense import (
     rounded_lanes,
     stored_names,
 )
-from kog_dist.model.families.fields import number
+from kog_dist.model.families.fields import Config, number
 from kog_dist.model.families.stored import Family
 from kog_dist.model.spec import ModelSpec
 
 
-def read_config(config: Mapping[str, Any]) -> ModelSpec:
+def read_config(config: Config) -> ModelSpec:
     """The spec of a Qwen3ForCausalLM. Raises ConfigError."""
     windows, bias = qwen_windows(config), number(config, "attention_bias", False, bool)
     return read_dense(

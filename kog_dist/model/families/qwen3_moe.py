@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.families import dense
 from kog_dist.model.families.dense import FFN, HEAD, HEAD_NORMS, IGNORED, KEYS, WINDOW_KEYS, qwen_windows, read_dense
-from kog_dist.model.families.fields import number
+from kog_dist.model.families.fields import Config, number
 from kog_dist.model.families.stored import Family, Names, StoredTensorName
 from kog_dist.model.layout import TensorLayout
 from kog_dist.model.spec import ModelSpec
@@ -20,7 +19,7 @@ _KEYS = frozenset(
 )
 
 
-def read_config(config: Mapping[str, Any]) -> ModelSpec:
+def read_config(config: Config) -> ModelSpec:
     """The spec of a Qwen3MoeForCausalLM. Raises ConfigError."""
     windows, bias = qwen_windows(config), number(config, "attention_bias", False, bool)
     experts = ExpertsSpec(
@@ -41,7 +40,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def num_experts(config: Mapping[str, Any]) -> int:
+def num_experts(config: Config) -> int:
     """Under either of its keys, of which transformers 5 writes the second. Raises ConfigError."""
     given = {key: config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
     if len(set(map(repr, given.values()))) > 1:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any
 
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, np
 from kog_dist.model.families.computation import Rule
+from kog_dist.model.families.fields import Config
 from kog_dist.model.formats.row_parts import RowPart
 from kog_dist.model.formats.source import Box
 from kog_dist.model.layout import TensorLayout
@@ -74,7 +74,7 @@ class StoredTensorName:
         for rows in file.box_rows(self.name, box, self.half_pairs or 1):  # whole heads
             yield from _in_buffers(np.ascontiguousarray(self.in_order(rows)), next_buffer)
 
-    def in_order(self, rows: NDArray[Any]) -> NDArray[Any]:
+    def in_order(self, rows: Array) -> Array:
         """Rows of whole heads (rows, ...) in the engine's order: rotary pairs side by side."""
         if not self.half_pairs:
             return rows
@@ -90,7 +90,7 @@ class StoredTensorName:
         return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _in_buffers(values: NDArray[Any], next_buffer: Callable[[], memoryview]) -> Iterator[memoryview]:
+def _in_buffers(values: Array, next_buffer: Callable[[], memoryview]) -> Iterator[memoryview]:
     rest = values.data.cast("B")
     while rest:
         buffer = next_buffer()
@@ -119,7 +119,7 @@ class Family:
     """
 
     model_types: tuple[str, ...]
-    read_config: Callable[[Mapping[str, Any]], ModelSpec]
+    read_config: Callable[[Config], ModelSpec]
     stored_names: Callable[[ModelSpec, Mapping[str, TensorLayout]], Names]
     ignored: tuple[str, ...] = ()
     head: str = ""
@@ -129,7 +129,7 @@ class Family:
     own: Mapping[str, Rule] = field(default_factory=dict)
     has_experts: bool = False
     parts: Callable[[ModelSpec], Mapping[str, RowPart]] | None = None
-    prepared: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    prepared: Callable[[Config], Config] | None = None
     renamed: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, np
 from kog_dist.model.formats.numbers import Codes, nibbles
 from kog_dist.model.formats.source import FLOAT_SCALES, Box, Pieces, StoredPiece, TensorRule, regular
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
@@ -27,7 +27,7 @@ _IN_ORDER: Final = tuple(range(PER_WORD))
 AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def unpacked(words: NDArray[Any], places: tuple[int, ...] = _IN_ORDER) -> Codes:
+def unpacked(words: Array, places: tuple[int, ...] = _IN_ORDER) -> Codes:
     """The codes (..., 8n) of 32-bit words (..., n). `places`: for each of eight codes which four bits of the word it has."""
     codes = nibbles(np.ascontiguousarray(words, "<u4").view(np.uint8))
     if places == _IN_ORDER:

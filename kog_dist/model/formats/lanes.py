@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from kog_dist.errors import CheckpointError
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, np
 from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.formats.quantisation import Quantisation
 from kog_dist.model.formats.quantised_file import QuantisedFile, form_in
@@ -50,7 +50,7 @@ class CodedSource(Protocol):
         """Where what was rounded is kept, or None."""
 
     @property
-    def manifest(self) -> Any:
+    def manifest(self) -> object:
         """Hashes, or None."""
 
     @property
@@ -60,7 +60,7 @@ class CodedSource(Protocol):
     def is_rounded(self, name: str) -> bool:
         """Whether a tensor's parts are rounded."""
 
-    def read_unrounded(self, name: str, part_idx: int, out: NDArray[Any], *, verify: bool) -> None:
+    def read_unrounded(self, name: str, part_idx: int, out: Array, *, verify: bool) -> None:
         """Fill `out` with a part of a tensor."""
 
     def check_digest(self, name: str, part_idx: int, digest: str) -> None:
@@ -91,7 +91,7 @@ class StoredBox(Protocol):
     def box(self, layout: TensorLayout, part_idx: int) -> Box:
         """The values of a part."""
 
-    def in_order(self, rows: NDArray[Any]) -> NDArray[Any]:
+    def in_order(self, rows: Array) -> Array:
         """Rows in the engine's order."""
 
 

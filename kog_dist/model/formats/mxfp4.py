@@ -7,9 +7,9 @@ compressed-tensors has `weight_packed` (rows, columns / 2) and `weight_scale` (r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, NDArray, np
 from kog_dist.model.formats.numbers import Codes, e8m0_values, nibbles
 from kog_dist.model.formats.source import Box, Pieces, TensorRule, regular
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
@@ -41,7 +41,7 @@ class MxStorage:
         return regular(form, box, np.ascontiguousarray(codes), pieces["scales"].numbers()[box.first : box.last])
 
 
-def expert(blocks: NDArray[np.uint8], scales: NDArray[Any], box: Box) -> CodedMatrix:
+def expert(blocks: NDArray[np.uint8], scales: Array, box: Box) -> CodedMatrix:
     """Part of one expert's matrix of gpt-oss: of its blocks (rows, columns / 32, 16) and scales (rows, columns / 32)."""
     rows = blocks[box.first : box.last]
     codes = nibbles(rows).reshape(len(rows), -1)[:, box.left : box.right]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, NDArray, np
 from kog_dist.records import dataclass
 
 Codes = NDArray["np.uint8"]
@@ -116,7 +116,7 @@ NUMBERS: Final[Mapping[str, Number]] = {
 }
 
 
-def e8m0_values(codes: NDArray[Any]) -> Values:
+def e8m0_values(codes: Array) -> Values:
     """Powers of two, 2 ** (code - 127); code 255 is NaN."""
     values: Values = _e8m0_values()[codes]
     return values

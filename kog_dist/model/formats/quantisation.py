@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.formats.fp8 import Fp8Storage
@@ -34,7 +34,7 @@ IGNORED: Final = (
 OF_CODES: Final = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks", "_proj_scales")
 _MAX_BLOCK: Final = 2**20
 _MAX_IGNORED: Final = 2**14
-Raw = Mapping[str, Any]
+Raw: TypeAlias = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,14 @@ def read_quantisation(config: Raw) -> Quantisation | None:
         return None
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{KEY} must be an object, got {short(raw)}")
-    raw, method = _given(raw), _method(raw)
+    given, method = _given(raw), _method(raw)
     if not isinstance(method, str) or method not in _READERS:
         raise ConfigError(f"{KEY}: quant_method {short(method)} is not supported; supported: {', '.join(_READERS)}")
     for key in _CHANGING:
-        if raw.get(key) and not (isinstance(raw[key], Mapping) and raw[key].get("format") == "dense"):
-            raise ConfigError(f"{KEY}: {key} {short(raw[key])} is not supported")
-    return _READERS[method](raw)
+        value = given.get(key)
+        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
+            raise ConfigError(f"{KEY}: {key} {short(value)} is not supported")
+    return _READERS[method](given)
 
 
 def unread_of_quantisation(config: Raw) -> list[str]:
@@ -103,7 +104,7 @@ def _method(raw: Raw) -> object:
     return raw.get("quant_method") or ("modelopt" if "quant_algo" in raw else None)
 
 
-def from_modelopt_file(parsed: Raw) -> dict[str, Any]:
+def from_modelopt_file(parsed: Raw) -> dict[str, object]:
     """The `quantization_config` that a `hf_quant_config.json` stands for. Raises ConfigError."""
     raw = parsed.get("quantization")
     if not isinstance(raw, Mapping):
@@ -182,7 +183,8 @@ def _gptq(raw: Raw) -> Quantisation:
         raise ConfigError(f"{KEY}: checkpoint_format {short(version)} is not supported; supported: gptq, gptq_v2")
     is_ordered = raw.get("desc_act") is True and not raw.get("static_groups")
     form = WeightFormat("INT4", 1, _group(raw, "group_size"), "F16", has_zeros=True, is_ordered=is_ordered)
-    ignored = [f"re:{rule.removeprefix(_NOT)}" for rule in raw.get("dynamic") or {} if rule.startswith(_NOT)]
+    rules: Any = raw.get("dynamic") or {}
+    ignored = [f"re:{rule.removeprefix(_NOT)}" for rule in rules if rule.startswith(_NOT)]
     return Quantisation("gptq", form, GptqStorage(less), tuple(ignored))
 
 
@@ -210,9 +212,10 @@ def _compressed_tensors(raw: Raw) -> Quantisation:
 
 def _scheme(group: Raw, kind: object, ignored: tuple[str, ...]) -> Quantisation:
     """One of compressed-tensors' groups."""
-    if not isinstance(group.get("weights"), Mapping):
+    of_weights = group.get("weights")
+    if not isinstance(of_weights, Mapping):
         raise ConfigError(f"{KEY}: a group of config_groups has no weights")
-    weights = _given(group["weights"])
+    weights = _given(of_weights)
     if weights.get("dynamic"):
         raise ConfigError(f"{KEY}: dynamic weights are not supported")
     if weights.get("actorder") in ("group", "dynamic"):
@@ -334,7 +337,7 @@ def _names_module(rule: str, module: str) -> bool:
 
 def _names(raw: Raw, *keys: str) -> tuple[str, ...]:
     """Of modules, under the first of the keys that is there."""
-    value: Any = next((raw[key] for key in keys if raw.get(key) is not None), [])
+    value: object = next((raw[key] for key in keys if raw.get(key) is not None), [])
     if not isinstance(value, list) or len(value) > _MAX_IGNORED or not all(isinstance(name, str) for name in value):
         raise ConfigError(f"{KEY}: {keys[0]} must be a list of names of modules, got {short(value)}")
     return tuple(value)

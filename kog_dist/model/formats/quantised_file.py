@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from kog_dist.errors import CheckpointError
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, np
 from kog_dist.model.formats.quantisation import Quantisation
 from kog_dist.model.formats.source import FLOAT_SCALES, Box, BoxReader, Pieces, StoredPiece
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
@@ -78,7 +78,7 @@ class QuantisedFile(SafetensorsFile):
         """A part of a matrix. Raises CheckpointError."""
         return self.matrices[name].read(box)
 
-    def box_rows(self, name: str, box: tuple[int, int, int, int], step: int) -> Iterator[NDArray[Any]]:
+    def box_rows(self, name: str, box: tuple[int, int, int, int], step: int) -> Iterator[Array]:
         """See `SafetensorsFile`."""
         first, last, left, right = box
         step *= max(1, _VALUES // max(step * (right - left), 1))

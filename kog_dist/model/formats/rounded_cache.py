@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kog_dist.errors import CheckpointError
 from kog_dist.foreign_file import open_fd, opened
@@ -258,14 +258,14 @@ class RoundedCache:
     # ---- what a file is of ----
     def _folder_name(self) -> str:
         checkpoint, manifest = self._checkpoint, self._checkpoint.manifest
-        source: Any = sorted(map(self._identity, checkpoint.files))
+        source: object = sorted(map(self._identity, checkpoint.files))
         if manifest is not None:
             source = sorted(manifest.tensors.items())
         lanes, verify = checkpoint.spec.num_lanes, checkpoint.verify
         said = json.dumps([_MAGIC, ROUNDING_VERSION, asdict(self._form), lanes, verify, source])
         return f"{self._form.number.lower()}-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
 
-    def _identity(self, file: SafetensorsFile) -> list[Any]:
+    def _identity(self, file: SafetensorsFile) -> list[object]:
         """What tells whether a file is still the one that was read, where no manifest has hashes of its values."""
         _, inode, num_bytes, changed_ns = file.identity
         return [self._paths[file.path], inode, num_bytes, changed_ns, file.header_sha256]

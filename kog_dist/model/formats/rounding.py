@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import np
 from kog_dist.model.formats.numbers import NUMBERS, Values, e8m0_values
 from kog_dist.model.formats.weight_format import CodedMatrix, Indices, WeightFormat
 from kog_dist.model.safetensors_file import narrow, widen
@@ -61,7 +61,7 @@ def _by_block(values: Values, form: WeightFormat, reduce: Any) -> Values:
     return down
 
 
-def _spread(of_blocks: NDArray[Any], row_blocks: Indices, groups: Indices) -> NDArray[Any]:
+def _spread(of_blocks: Values, row_blocks: Indices, groups: Indices) -> Values:
     """What the blocks have, for every value."""
     return of_blocks[row_blocks][:, groups]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kog_dist.errors import CheckpointError
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, np
 from kog_dist.model.formats.quantised_file import QuantisedFile, QuantisedMatrix
 from kog_dist.model.formats.source import Box
 from kog_dist.model.formats.weight_format import CodedMatrix, below_each_other
@@ -77,7 +77,7 @@ class PartsFile(FileOfParts):
         """See `SafetensorsFile`."""
         yield from self.chunks_of(name, first, last, next_buffer)
 
-    def box_rows(self, name: str, box: tuple[int, int, int, int], step: int) -> Iterator[NDArray[Any]]:
+    def box_rows(self, name: str, box: tuple[int, int, int, int], step: int) -> Iterator[Array]:
         """See `SafetensorsFile`."""
         part, width = self.parts[name], DTYPES[self.tensors[name].dtype][1]
         columns = part.whole[-1]
@@ -99,7 +99,7 @@ class QuantisedParts(QuantisedFile):
         runs = self.parts[name].runs(box.first, box.last)
         return below_each_other([self.matrices[name].read(Box(*run, box.left, box.right)) for run in runs])
 
-    def box_rows(self, name: str, box: tuple[int, int, int, int], step: int) -> Iterator[NDArray[Any]]:
+    def box_rows(self, name: str, box: tuple[int, int, int, int], step: int) -> Iterator[Array]:
         """See `SafetensorsFile`."""
         matrices = {self.parts[name].tensor: self.matrices[name]}
         whole = QuantisedFile(self.path, {}, self.header_sha256, self.identity, matrices)

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, Final, NamedTuple, Protocol
 
 from kog_dist.errors import CheckpointError
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, NDArray, np
 from kog_dist.model.formats.numbers import Values, e8m0_values
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, StoredTensor, widen
@@ -48,7 +48,7 @@ class StoredPiece:
         """As its header says."""
         return self.file.tensors[self.name]
 
-    def rows(self, first: int, last: int) -> NDArray[Any]:
+    def rows(self, first: int, last: int) -> Array:
         """Rows [first, last) as they are stored: bytes, or words. Raises CheckpointError."""
         shape = self.tensor.shape
         whole = self.tensor.end - self.tensor.begin
@@ -56,7 +56,7 @@ class StoredPiece:
         raw = self.file.raw(self.name, first * row_bytes, last * row_bytes)
         return np.frombuffer(raw, _ARRAYS[self.tensor.dtype]).reshape(last - first, *shape[1:])
 
-    def whole(self) -> NDArray[Any]:
+    def whole(self) -> Array:
         """All of it, in its own shape."""
         return self.rows(0, self.tensor.shape[0] if self.tensor.shape else 1).reshape(self.tensor.shape)
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kog_dist.errors import CheckpointError
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, NDArray, np
 from kog_dist.model.formats.mxfp4 import FORM, GROUP, expert
 from kog_dist.model.formats.quantised_file import HasName, QuantisedFile, QuantisedMatrix
 from kog_dist.model.formats.source import Box, Pieces, StoredPiece
@@ -76,11 +76,11 @@ class StackedFile(SafetensorsFile):
             rest = rest[len(used) :]
             yield used
 
-    def box_rows(self, name: str, box: tuple[int, int, int, int], step: int) -> Iterator[NDArray[Any]]:
+    def box_rows(self, name: str, box: tuple[int, int, int, int], step: int) -> Iterator[Array]:
         """See `SafetensorsFile`."""
         yield self._values(name, Box(*box))
 
-    def _values(self, name: str, box: Box) -> NDArray[Any]:
+    def _values(self, name: str, box: Box) -> Array:
         part, tensor = self.parts[name], self.tensors[name]
         width, num_outputs = DTYPES[tensor.dtype][1], part.step * tensor.shape[0]
         inputs = tensor.shape[1] if len(tensor.shape) > 1 else 1

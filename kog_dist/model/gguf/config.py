@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.families.computation import differs_by_one
+from kog_dist.model.families.fields import Number
 from kog_dist.model.gguf import delta_nets
 from kog_dist.model.gguf.header import GgufHeader
 from kog_dist.model.rope_scaling import Llama3Scaling
@@ -34,7 +35,7 @@ _READ: Final = frozenset(
     rope.scale_linear vocab_size""".split()
 )
 # Keys that change the computation and that are not read, with the values that do not change it; others are left out.
-_CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
+_CHANGING: Final[Mapping[str, tuple[object, ...]]] = {
     **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_count", "leading_dense_block_count"), (0,)),
     **dict.fromkeys(("attention.sliding_window", "attention.chunk_size", "attention.max_alibi_bias"), (0,)),
     **dict.fromkeys(("attention.clamp_kqv", "attention.q_lora_rank", "attention.kv_lora_rank"), (0,)),
@@ -88,7 +89,8 @@ def read_config(header: GgufHeader, rope_factors: Callable[[], NDArray[np.float3
     config: dict[str, Any] = {"model_type": model_type} | {prefix + key: given[key] for key in unread}  # to be left out
     if has_nets:
         given["attention.head_count_kv"] = delta_nets.kv_heads(given, "attention.head_count_kv")
-    given |= {key: _of_all_layers(given, key, prefix) for key in _OF_A_LAYER if isinstance(given.get(key), list)}
+    of_layers = {key: values for key in _OF_A_LAYER if isinstance(values := given.get(key), list)}
+    given |= {key: _of_all_layers(given, key, values, prefix) for key, values in of_layers.items()}
     has_experts = architecture in delta_nets.WITH_EXPERTS
     sizes = {key: name for key, name in _SIZES.items() if key in given or key != "feed_forward_length" or not has_experts}
     config |= {name: _number(given, key, int, None, prefix) for key, name in sizes.items()}
@@ -107,42 +109,41 @@ def read_config(header: GgufHeader, rope_factors: Callable[[], NDArray[np.float3
     if ROPE_FACTORS in header.tensors:
         if scaling is not None:
             raise ValueError(f"it has both {ROPE_FACTORS} and {prefix}rope.scaling")
-        scaling = _llama3_scaling(rope_factors(), config)
+        scaling = _llama3_scaling(rope_factors(), config["head_dim"], config["rope_theta"])
     return config if scaling is None else config | {"rope_scaling": scaling}
 
 
-def read_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def read_generation_config(metadata: Mapping[str, object]) -> dict[str, object]:
     """Ids that end an answer, and the model's own sampling where the file has one. Raises ValueError."""
     ids = [_number(metadata, f"tokenizer.ggml.{name}_token_id", int, NO_TOKEN) for name in ("eos", "eot", "eom")]
-    config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(i for i in ids if i != NO_TOKEN))}
+    config: dict[str, object] = {"eos_token_id": list(dict.fromkeys(i for i in ids if i != NO_TOKEN))}
     if not config["eos_token_id"]:
         del config["eos_token_id"]
     for key, name in _SAMPLING.items():
         if f"general.sampling.{key}" in metadata:
-            kind: type = int if name == "top_k" else float
+            kind: type[float] = int if name == "top_k" else float
             config[name] = _number(metadata, f"general.sampling.{key}", kind, None)
     return config
 
 
-def _number(values: Mapping[str, Any], key: str, kind: type, default: Any, prefix: str = "") -> Any:
+def _number(values: Mapping[str, object], key: str, kind: type[Number], default: Number | None, prefix: str = "") -> Number:
     """A number; float32 as its shortest decimal: 1e-05 stays 1e-05."""
-    value = values.get(key, default)
+    value: Any = values.get(key, default)
     if value is None:
         raise ValueError(f"{prefix}{key} is missing")
     if type(value) not in ((int, float) if kind is float else (int,)) or not math.isfinite(value):
         raise ValueError(f"{prefix}{key} must be {'a number' if kind is float else 'an integer'}, got {short(value)}")
-    return float(str(np.float32(value))) if kind is float and abs(value) < 1e30 else value
+    return kind(float(str(np.float32(value))) if kind is float and abs(value) < 1e30 else value)
 
 
-def _of_all_layers(given: Mapping[str, Any], key: str, prefix: str) -> Any:
+def _of_all_layers(given: Mapping[str, object], key: str, values: list[object], prefix: str) -> object:
     """The one number of a list that has it for each layer."""
-    values = given[key]
     if len(values) != _number(given, "block_count", int, None, prefix) or len(set(map(repr, values))) != 1:
         raise ValueError(f"{prefix}{key} must be an integer, or the same one for each layer, got {short(values)}")
     return values[0]
 
 
-def _head_dim(given: Mapping[str, Any], hidden_size: int, heads: int, prefix: str, *, turns_all: bool) -> int:
+def _head_dim(given: Mapping[str, object], hidden_size: int, heads: int, prefix: str, *, turns_all: bool) -> int:
     size: int = _number(given, "attention.key_length", int, hidden_size // heads, prefix)
     for key in ("attention.value_length", *(("rope.dimension_count",) if turns_all else ())):
         other = _number(given, key, int, size, prefix)
@@ -151,7 +152,7 @@ def _head_dim(given: Mapping[str, Any], hidden_size: int, heads: int, prefix: st
     return size
 
 
-def _vocab_size(header: GgufHeader, given: Mapping[str, Any]) -> int:
+def _vocab_size(header: GgufHeader, given: Mapping[str, object]) -> int:
     """Rows of the embedding: files name fewer tokens where it is padded."""
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
@@ -164,7 +165,7 @@ def _vocab_size(header: GgufHeader, given: Mapping[str, Any]) -> int:
     return rows
 
 
-def _rope_scaling(given: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
+def _rope_scaling(given: Mapping[str, object], prefix: str) -> dict[str, object] | None:
     kind = given.get("rope.scaling.type", "none")
     factor = _number(given, "rope.scaling.factor", float, 1.0, prefix)
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -172,7 +173,7 @@ def _rope_scaling(given: Mapping[str, Any], prefix: str) -> dict[str, Any] | Non
         return None if old == 1.0 else {"rope_type": "linear", "factor": old}
     if kind not in ("linear", "yarn"):
         raise ValueError(f"{prefix}rope.scaling.type {short(kind)} is not supported; supported: none, linear, yarn")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         for key, name in _OF_YARN.items():
             if f"rope.scaling.{key}" in given:
@@ -182,14 +183,14 @@ def _rope_scaling(given: Mapping[str, Any], prefix: str) -> dict[str, Any] | Non
     return scaling
 
 
-def _llama3_scaling(factors: NDArray[np.float32], config: Mapping[str, Any]) -> dict[str, Any]:
+def _llama3_scaling(factors: NDArray[np.float32], head_dim: int, theta: float) -> dict[str, object]:
     """The scaling whose factors these are: Llama 3's share all constants but one. Raises ValueError if there is none."""
-    pairs = config["head_dim"] // 2
+    pairs = head_dim // 2
     largest = float(factors.max(initial=0.0))
-    if factors.shape == (pairs,) and math.isfinite(largest) and largest >= 1 and config["rope_theta"] > 0:
+    if factors.shape == (pairs,) and math.isfinite(largest) and largest >= 1 and theta > 0:
         scaling = Llama3Scaling(float(str(np.float32(largest))), 1.0, 4.0, 8192)
-        plain = config["rope_theta"] ** -(np.arange(pairs, dtype=np.float64) * 2 / config["head_dim"])
-        expected = plain / scaling.scaled(plain.astype(np.float32), config["rope_theta"])
+        plain = theta ** -(np.arange(pairs, dtype=np.float64) * 2 / head_dim)
+        expected = plain / scaling.scaled(plain.astype(np.float32), theta)
         if np.allclose(factors, expected, rtol=1e-3, atol=0):
             return {
                 "rope_type": "llama3",

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, Protocol
 
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, NDArray, np
 from kog_dist.model.families.delta_nets import parts, parts_of_next
+from kog_dist.model.families.fields import Number
 from kog_dist.model.formats.row_parts import RowPart
 from kog_dist.model.layers import DeltaNet, Experts
 from kog_dist.model.spec import ModelSpec
@@ -61,7 +62,7 @@ _OF_GROUPS: Final = ("in_proj_qkvz.weight", "in_proj_ba.weight")
 _SECTIONS: Final = "rope.dimension_sections"  # of images; text turns as without
 READ: Final = frozenset((*_SIZES, *_OF_EXPERTS, _INNER, _INTERVAL, _RECURRENT, _NEXT_TOKENS, _SECTIONS))
 # Values that do not change the computation; see `config._CHANGING`.
-CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
+CHANGING: Final[Mapping[str, tuple[object, ...]]] = {
     "expert_weights_norm": (True,),
     "expert_gating_func": (0, 1),
     "expert_shared_count": (0, 1),
@@ -75,11 +76,11 @@ CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
 class KeyReader(Protocol):
     """Reads a number of the metadata, by its key behind that of the architecture. Raises ValueError."""
 
-    def __call__(self, key: str, kind: type, default: Any) -> Any:
+    def __call__(self, key: str, kind: type[Number], default: Number | None) -> Number:
         """`default` where there is none; of None it must be there."""
 
 
-def read_delta_nets(architecture: str, given: Mapping[str, Any], number: KeyReader, head_dim: int) -> dict[str, Any]:
+def read_delta_nets(architecture: str, given: Mapping[str, object], number: KeyReader, head_dim: int) -> dict[str, Any]:
     """Keys of config.json that only these models have. Raises ValueError."""
     config: dict[str, Any] = {name: number(key, int, None) for key, name in _SIZES.items()}
     heads, inner = config["linear_num_value_heads"], number(_INNER, int, None)
@@ -111,7 +112,7 @@ def read_delta_nets(architecture: str, given: Mapping[str, Any], number: KeyRead
     return config
 
 
-def kv_heads(given: Mapping[str, Any], key: str) -> Any:
+def kv_heads(given: Mapping[str, object], key: str) -> object:
     """The one number of KV heads where a list has 0 for each delta net; else what is given."""
     values = given.get(key)
     if not isinstance(values, list) or not values:
@@ -127,7 +128,7 @@ class FileRows(NamedTuple):
     """
 
     part: RowPart | None = None
-    moved: NDArray[Any] | None = None
+    moved: Array | None = None
 
     def of(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Rows [first, last) of the published tensor as runs of neighbours in the file."""
@@ -145,7 +146,7 @@ class FileRows(NamedTuple):
 class Change:
     """What was done to a tensor's values: `columns` are the file's, in published order; `undone` takes them back."""
 
-    columns: NDArray[Any] | None = None
+    columns: Array | None = None
     undone: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None
 
 
@@ -175,7 +176,7 @@ def all_parts(architecture: str, spec: ModelSpec) -> Iterator[tuple[str, RowPart
                     yield f"{prefix}.{expert}.{which}.weight", part
 
 
-def change_of(architecture: str, spec: ModelSpec, name: str) -> tuple[NDArray[Any] | None, Change]:
+def change_of(architecture: str, spec: ModelSpec, name: str) -> tuple[Array | None, Change]:
     """Of a published tensor: which row of the file each of its rows is, None if it is the same one; and what else was done."""
     if ".linear_attn." not in name:
         return None, Change(undone=less_one if name.endswith("norm.weight") else None)

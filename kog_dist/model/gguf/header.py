@@ -63,7 +63,7 @@ class GgufHeader:
     """What a file says, found consistent with its size. Arrays of the metadata are lists."""
 
     path: Path
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, object]
     tensors: Mapping[str, GgufTensor]
     sha256: str  # of the header's bytes
     identity: FileIdentity
@@ -215,7 +215,7 @@ def _type_name(kind: int) -> str:
         return str(kind)
 
 
-def _data_start(metadata: Mapping[str, Any], header_end: int) -> tuple[int, int]:
+def _data_start(metadata: Mapping[str, object], header_end: int) -> tuple[int, int]:
     """Where the tensors' bytes begin, and the alignment of each."""
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):

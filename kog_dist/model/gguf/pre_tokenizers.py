@@ -6,7 +6,7 @@ Names and rules are those of llama.cpp (`src/llama-vocab.cpp`); expressions are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 
 class Cut(NamedTuple):
@@ -14,18 +14,18 @@ class Cut(NamedTuple):
     the file says otherwise. `is_composed`: texts are brought to NFC.
     """
 
-    pre_tokenizers: list[dict[str, Any]]
+    pre_tokenizers: list[dict[str, object]]
     ignores_merges: bool = False
     begins: bool = False
     is_composed: bool = False
 
 
-def byte_level(*, use_regex: bool) -> dict[str, Any]:
+def byte_level(*, use_regex: bool) -> dict[str, object]:
     """Bytes as characters; with `use_regex` cut as GPT-2 does."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
-def _split(*patterns: str) -> list[dict[str, Any]]:
+def _split(*patterns: str) -> list[dict[str, object]]:
     found = [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in patterns]
     return [*found, byte_level(use_regex=False)]
 

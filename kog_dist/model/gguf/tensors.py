@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kog_dist.errors import CheckpointError, install
-from kog_dist.late_numpy import NDArray, np
+from kog_dist.late_numpy import Array, NDArray, np
 from kog_dist.model.exact_file import file_identity, opened, read_exactly
 from kog_dist.model.gguf import delta_nets
 from kog_dist.model.gguf.config import ROPE_FACTORS
@@ -170,7 +170,7 @@ def dequantised(raw: bytearray, form: str) -> NDArray[np.float32]:
     return single
 
 
-def _in_halves(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
+def _in_halves(rows: Array, head_dim: int) -> Array:
     """Undo what llama.cpp's converter does to queries and keys: pairs (2i, 2i + 1) of a head become (i, i + head_dim / 2)."""
     return rows.reshape(-1, head_dim // 2, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
@@ -203,7 +203,7 @@ def _undone(path: Path, architecture: str, spec: ModelSpec, sources: Mapping[str
     Raises CheckpointError naming a tensor that is not as the config says.
     """
     found: dict[str, _Source] = {}
-    holders: dict[str, tuple[NDArray[Any] | None, Change]] = {}
+    holders: dict[str, tuple[Array | None, Change]] = {}
     for name, part in delta_nets.all_parts(architecture, spec):
         if (source := sources.get(part.tensor)) is None:
             continue

@@ -22,7 +22,7 @@ _SPACE: Final = "\u2581"
 _PUT_BESIDE: Final = "put the model's tokenizer.json next to the file and give the folder"
 
 
-def read_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def read_tokenizer(metadata: Mapping[str, object]) -> dict[str, Any]:
     """A tokenizer.json. Raises ValueError if the vocabulary is missing, contradicts itself, or is of an unknown kind."""
     tokens, kinds = _tokens(metadata), _kinds(metadata)
     if len(kinds) != len(tokens):
@@ -54,10 +54,10 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts}
 
 
-def read_tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def read_tokenizer_config(metadata: Mapping[str, object]) -> dict[str, object]:
     """A tokenizer_config.json: special tokens and the chat template. Raises ValueError."""
     tokens = _tokens(metadata)
-    config: dict[str, Any] = {}
+    config: dict[str, object] = {}
     for theirs, name in (("bos", "bos_token"), ("eos", "eos_token"), ("unknown", "unk_token"), ("padding", "pad_token")):
         token_id = _token_id(metadata, theirs, len(tokens))
         if token_id is not None:
@@ -70,21 +70,21 @@ def read_tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _tokens(metadata: Mapping[str, Any]) -> list[str]:
+def _tokens(metadata: Mapping[str, object]) -> list[str]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
         raise ValueError("it has no tokenizer.ggml.tokens, a list of texts")
     return tokens
 
 
-def _kinds(metadata: Mapping[str, Any]) -> Sequence[int]:
+def _kinds(metadata: Mapping[str, object]) -> Sequence[int]:
     kinds = metadata.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, list) or not all(type(kind) is int for kind in kinds):
         raise ValueError("it has no tokenizer.ggml.token_type, a list of integers")
     return kinds
 
 
-def _token_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
+def _token_id(metadata: Mapping[str, object], name: str, num_tokens: int) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
     token_id = metadata.get(key)
     if token_id is None or token_id == NO_TOKEN:
@@ -94,14 +94,14 @@ def _token_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | 
     return token_id
 
 
-def _adds(metadata: Mapping[str, Any], name: str, *, default: bool) -> bool:
+def _adds(metadata: Mapping[str, object], name: str, *, default: bool) -> bool:
     value = metadata.get(f"tokenizer.ggml.add_{name}", default)
     if type(value) is not bool:
         raise ValueError(f"tokenizer.ggml.add_{name} must be true or false, got {short(value)}")
     return value
 
 
-def _byte_level_bpe(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[str, Any]:
+def _byte_level_bpe(metadata: Mapping[str, object], vocab: Mapping[str, int]) -> dict[str, object]:
     pre, merges = metadata.get("tokenizer.ggml.pre"), metadata.get("tokenizer.ggml.merges")
     if not isinstance(pre, str) or pre not in CUTS:
         known = ", ".join(CUTS)
@@ -134,15 +134,15 @@ def _byte_level_bpe(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> di
 
 
 def _sentence_piece(
-    metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], vocab: Mapping[str, int]
-) -> dict[str, Any]:
+    metadata: Mapping[str, object], tokens: Sequence[str], kinds: Sequence[int], vocab: Mapping[str, int]
+) -> dict[str, object]:
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens) or not all(map(_is_number, scores)):
         raise ValueError("it has no tokenizer.ggml.scores, a number for each token")
     unknown = _token_id(metadata, "unknown", len(tokens))
     has_prefix = _adds(metadata, "space_prefix", default=True)
     normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
-    decoders: list[dict[str, Any]] = [
+    decoders: list[dict[str, object]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
@@ -197,7 +197,7 @@ def _is_number(score: object) -> bool:
     return type(score) is float and math.isfinite(score)
 
 
-def _post_processor(metadata: Mapping[str, Any], vocab: Mapping[str, int], *, begins: bool) -> dict[str, Any] | None:
+def _post_processor(metadata: Mapping[str, object], vocab: Mapping[str, int], *, begins: bool) -> dict[str, object] | None:
     """What puts BOS before a text and EOS behind it, where the file wants them."""
     tokens = _tokens(metadata)
     wanted = [("bos", _adds(metadata, "bos_token", default=begins)), ("eos", _adds(metadata, "eos_token", default=False))]
@@ -205,7 +205,7 @@ def _post_processor(metadata: Mapping[str, Any], vocab: Mapping[str, int], *, be
     used = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
     if not used:
         return None
-    pattern: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    pattern: list[dict[str, object]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     if "bos" in used:
         pattern.insert(0, {"SpecialToken": {"id": used["bos"], "type_id": 0}})
     if "eos" in used:

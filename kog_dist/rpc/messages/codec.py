@@ -69,7 +69,7 @@ def encode(message: Message) -> bytes:
     return frame
 
 
-def _packable(value: Any) -> Any:
+def _packable(value: Any) -> object:
     """What msgpack does not know: ids of a prompt, and sampling parameters."""
     return sampling_on_the_wire(value) if isinstance(value, SamplingParams) else value.tobytes()
 
@@ -130,14 +130,14 @@ def _unpack(packed: bytes) -> tuple[str, dict[str, Any]]:
         if num_containers > MAX_CONTAINERS:
             raise ValueError(f"more than {MAX_CONTAINERS} arrays and maps")
 
-    def pairs_to_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    def pairs_to_dict(pairs: list[tuple[object, object]]) -> dict[object, object]:
         count()
         unique = dict(pairs)
         if len(unique) != len(pairs):
             raise ValueError("a field is given twice")
         return unique
 
-    def keep_list(items: list[Any]) -> list[Any]:
+    def keep_list(items: list[Any]) -> list[object]:
         count()
         return items
 
@@ -162,7 +162,7 @@ def _unpack(packed: bytes) -> tuple[str, dict[str, Any]]:
     return tag, body
 
 
-def _readable_id(body: Mapping[str, Any]) -> str | None:
+def _readable_id(body: Mapping[str, object]) -> str | None:
     try:
         request_id: str = ID(body.get("request_id"))
     except ValueError:

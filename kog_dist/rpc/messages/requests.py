@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from kog_dist.records import dataclass
 from kog_dist.rpc.fields import array, checked, choice, flag, integer, number, optional, text, token_ids
@@ -24,7 +24,7 @@ from kog_dist.sampling_params import DEFAULTS, GREEDY, SamplingParams
 from kog_dist.speculation import Speculation
 
 
-def _sampling(value: Any) -> SamplingParams:
+def _sampling(value: object) -> SamplingParams:
     """The parameters, or a map of those that differ from their defaults."""
     if type(value) is SamplingParams:
         return value
@@ -39,7 +39,7 @@ def _sampling(value: Any) -> SamplingParams:
         raise BadMessage(f"generate: {error}", ErrorCode.INVALID_REQUEST) from None
 
 
-def sampling_on_the_wire(params: SamplingParams) -> dict[str, Any]:
+def sampling_on_the_wire(params: SamplingParams) -> dict[str, object]:
     """What `Generate` sends of them: those that differ from their defaults. Biases are one flat array, a container of its own."""
     flat = [value for pair in params.logit_bias for value in pair]
     return params.given() | ({"logit_bias": flat} if flat else {})

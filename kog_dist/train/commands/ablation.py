@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,7 +25,7 @@ def ablation(
     ] = 1,
     first: Annotated[int, typer.Option(hidden=True)] = 0,
     device: str = "cuda",
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Train all runs of a grid that are not done yet, and write table, pictures and JSON of those that are."""
     from kog_dist.train.ablation import Ablation
     from kog_dist.train.ablation_grid import read_ablation_config

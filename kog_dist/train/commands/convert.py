@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,7 +13,7 @@ def convert(
     out: Annotated[Path, typer.Option(help="Model folder to write.")],
     lanes: Annotated[int, typer.Option(help="Power of two that divides KV heads and FFN columns.")] = 8,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Write a Llama in lane form with delay 0: the same function, decoded by as many ranks as divide the lanes."""
     from kog_dist.errors import ConfigError
     from kog_dist.train.llama import convert_llama

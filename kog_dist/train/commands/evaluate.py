@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,7 +21,7 @@ def evaluate(
     seed: int = 0,
     batch: Annotated[int, typer.Option(help="Functions that are completed together; changes time and memory only.")] = 256,
     device: str = "cpu",
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Complete held-out functions, count how many parse, and how many pass the unit tests of those that have some."""
     import time
 

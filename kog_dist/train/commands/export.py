@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,7 +16,7 @@ def export(
     sources: Annotated[Path, typer.Option(help="sources.json of `prepare`.")],
     out: Annotated[Path, typer.Option(help="Model folder to write.")],
     evaluation: Annotated[Path | None, typer.Option(help="JSON file of `evaluate` for the model card.")] = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Write the model folder: weights in bfloat16, tokenizer, model card, manifest."""
     from kog_dist.train.export import export as export_model
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,7 +15,7 @@ def heal(
     affinity: Annotated[bool, typer.Option("--affinity", help="Regroup heads and FFN columns first; needs --data.")] = False,
     data: Annotated[Path | None, typer.Option(help="Folder that `prepare` wrote with the model's tokenizer.")] = None,
     count: Annotated[int, typer.Option(help="Training tokens that the coupling is measured with.")] = 4096,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Give a model of delay 0 another delay, to be trained until its weights fit."""
 
     from kog_dist.errors import ConfigError
@@ -25,7 +25,7 @@ def heal(
 
     spec, tensors = start_weights(model)
     healed = healing_start(spec, delay)
-    shares: dict[str, Any] = {}
+    shares: dict[str, object] = {}
     if affinity:
         if data is None or not (data / "train-000.npy").exists():
             raise ConfigError("--affinity needs --data, a folder that `prepare` wrote")

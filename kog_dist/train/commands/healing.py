@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,7 +19,7 @@ def healing(
     ),
     call_seconds: CallSecondsOption = math.inf,
     device: str = "cuda",
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Train a model of delay 0, give it a delay with and without regrouping, and train on: losses before and after."""
     from kog_dist.train.distributed import one_device
     from kog_dist.train.healing import Healing, means, read_healing_config, write_report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -24,7 +24,7 @@ def prepare(
     seed: int = 0,
     fim_rate: Annotated[float, typer.Option(help="Share of the training text that is rearranged for fill-in-the-middle.")] = 0.0,
     functions: Annotated[bool, typer.Option("--functions", help="Also write single functions: run --function-share.")] = False,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Collect Python source under permissive licences and turn it into tokens."""
     from kog_dist.train.corpus import folder_project, installed_projects
     from kog_dist.train.prepare import prepare as prepare_data

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from kog_dist.bench.fakes.tiny_model import TINY
 from kog_dist.errors import CheckpointError
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.shards import INDEX_NAME
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from tests.fuzz.json_mutation import fuzzed_json as mutate
 from tests.fuzz.refusals import refused
 

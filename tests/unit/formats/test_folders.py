@@ -17,13 +17,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kog_dist.bench.shapes import DENSE, QUANTISED
 from kog_dist.errors import CheckpointError, ConfigError
-from kog_dist.model.checkpoint import open_checkpoint, planned_checkpoint, write_manifest
+from kog_dist.model.checkpoint import open_checkpoint, planned_checkpoint
 from kog_dist.model.formats.lanes import lane_codes, weight_format
 from kog_dist.model.formats.quantisation import read_quantisation
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import is_layer_matrix
 from kog_dist.model.published_config import read_config, spec_of_folder
 from kog_dist.model.weight_bytes import bytes_per_token, formats, num_quantised
+from kog_dist.model.written_checkpoint import write_manifest
 from kog_dist.workers.cuda.coded_source import coding_of
 from tests.unit.formats.folders import SIZES, expected_logits, logits, made, save
 from tests.unit.formats.writers import METHODS, fp8_blocks

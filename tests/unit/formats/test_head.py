@@ -24,11 +24,12 @@ from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.inspection import check, cpu_rank_bytes
 from kog_dist.launch.target import plan_target
-from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.formats.head import round_in_place, rounded_rows
 from kog_dist.model.layout import EMBEDDING, head_name
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.model.weight_bytes import bytes_per_token, formats, weight_bytes
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs

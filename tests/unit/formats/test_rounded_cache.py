@@ -23,12 +23,13 @@ import pytest
 from kog_dist.config import LaunchConfig
 from kog_dist.doctor import caches
 from kog_dist.launch.inspection import check, dry_run
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.formats import lanes, rounded_cache, rounding
 from kog_dist.model.formats.lanes import lane_codes
 from kog_dist.model.formats.rounded_cache import RoundedCache, kept_models, rounded_folder
 from kog_dist.model.formats.weight_format import CodedMatrix
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.system.files import is_ours_alone
 from kog_dist.system.python_child import interpreter
 from tests.unit.gguf_files import random_tensors as gguf_tensors

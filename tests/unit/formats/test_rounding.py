@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kog_dist.errors import ConfigError
-from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.formats.lanes import lane_codes, weight_format
 from kog_dist.model.formats.mxfp4 import FORM as MXFP4
 from kog_dist.model.formats.numbers import NUMBERS
@@ -21,6 +21,7 @@ from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.layout import is_layer_matrix
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weight_bytes import bytes_per_token, formats
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from tests.unit.formats.folders import made
 from tests.unit.gguf_files import random_tensors as gguf_tensors
 from tests.unit.gguf_files import write_gguf

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.sampling_params import SamplingParams
 from tests.unit.prefill.models import Rank, relative_error, token_ids
 

@@ -9,10 +9,10 @@ from numpy.typing import DTypeLike
 
 from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.plan.plan import make_plan
-from kog_dist.model.checkpoint import random_tensors
 from kog_dist.model.layout import EMBEDDING, head_name
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weights import RankReader
+from kog_dist.model.written_checkpoint import random_tensors
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.delta_shape import DeltaShape
 from kog_dist.workers.prefill.base.arrays import BFLOAT16, Array, float32_of, rounded

@@ -13,9 +13,10 @@ import pytest
 
 from kog_dist.bench.shapes import named_spec
 from kog_dist.cuda import build as compiler
-from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.base.arrays import float32_of
 from kog_dist.workers.prefill.base.cache_layout import CacheLayout

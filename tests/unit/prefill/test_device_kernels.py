@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kog_dist.cuda import build as compiler
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer, laneformer_2b
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.base.arrays import BFLOAT16, float32_of
 from kog_dist.workers.prefill.base.cache_layout import CacheLayout

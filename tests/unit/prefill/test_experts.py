@@ -13,10 +13,11 @@ import pytest
 
 from kog_dist.bench.shapes import MOE, named_shape
 from kog_dist.decode.coding import Coding
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.base.arrays import float32_of

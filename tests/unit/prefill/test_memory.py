@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kog_dist.collectives.mailbox import place
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.buffers.dense import DenseBuffers, dense_buffer_bytes
 from kog_dist.workers.prefill.buffers.lanes import Buffers

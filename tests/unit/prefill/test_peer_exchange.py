@@ -19,8 +19,9 @@ import pytest
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.collectives.mailbox import place
 from kog_dist.errors import DeviceError
-from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.spec import ModelSpec, Sublayer
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.workers.prefill.base.arrays import Array
 from kog_dist.workers.prefill.exchange import peer_exchange
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal

@@ -16,9 +16,10 @@ import torch
 from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.decode.cpu.exchange_calls import RankExchange
 from kog_dist.errors import ConfigError
-from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.written_checkpoint import random_tensors, write_checkpoint
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.topology import LocalRendezvous
 from kog_dist.runtime.wait import Deadline

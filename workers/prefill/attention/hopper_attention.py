@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,7 +145,7 @@ class Attention:
         lanes = shape.num_heads // shape.lane_heads
         self._outputs = with_room(self._outputs, query.size, query)
         out = self._outputs[: query.size].reshape(lanes, size, shape.lane_heads * shape.head_dim)
-        params: Any = np.zeros((), ATTENTION_PARAMS.dtype)
+        params = np.zeros((), ATTENTION_PARAMS.dtype)
         params["query_map"] = self._query_map(query)
         is_pair = made.num_groups == 4
         params["keys_map"], params["values_map"] = (self._key_map(part, is_pair=is_pair) for part in (keys, values))

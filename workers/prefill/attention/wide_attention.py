@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -52,7 +51,7 @@ class WideAttention:
         shape, size = self.shape, len(query)
         self._outputs = with_room(self._outputs, query.size, query)
         out: Array = self._outputs[: query.size].reshape(shape.num_heads // shape.lane_heads, size, -1)
-        params: Any = np.zeros((), WIDE_PARAMS.dtype)
+        params = np.zeros((), WIDE_PARAMS.dtype)
         for name, array in (("query", query), ("keys", keys), ("values", values), ("place", place), ("out", out)):
             assert array.flags.c_contiguous
             params[f"{name}_ptr"] = address(array)

@@ -6,6 +6,7 @@ NumPy has no bfloat16: arrays of such values are arrays of their words, uint16, 
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,17 @@ __device__ float widened(float16 value) { return static_cast<float>(value); }
 """
 
 
-def library(device: str) -> Any:
+def library(device: str) -> ModuleType:
     """NumPy for `cpu`, else cupy."""
     if device == "cpu":
         return np
     import cupy
 
-    return cupy
+    module: ModuleType = cupy
+    return module
 
 
-def library_of(array: Array) -> Any:
+def library_of(array: Array) -> ModuleType:
     """The one that an array is of."""
     return library("cpu" if isinstance(array, np.ndarray) else "cuda")
 

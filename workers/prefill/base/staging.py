@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from kog_dist.cuda.driver import copy_to_device, copy_to_host
+from kog_dist.late_numpy import Array
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.prefill.base.arrays import address, library
 
@@ -60,6 +60,6 @@ class Staging:
         return bool(self._flags_seen[1])
 
 
-def staged(count: int, dtype: DTypeLike, *, is_cuda: bool) -> NDArray[Any]:
+def staged(count: int, dtype: DTypeLike, *, is_cuda: bool) -> Array:
     """Zeros on the host, page-locked if a GPU copies them."""
     return pinned(count * np.dtype(dtype).itemsize).view(dtype) if is_cuda else np.zeros(count, dtype)

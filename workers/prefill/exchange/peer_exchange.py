@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.mailbox import Mailbox
@@ -97,7 +99,7 @@ class _Sums:
         self._flag_word = _value_words(spec, _share(max_size, parts.world_size) * ROW_TILE)
         self._total_flags = _value_words(spec, max_size)
 
-    def place(self, params: Any, sublayer: Sublayer, total: int) -> None:
+    def place(self, params: NDArray[np.void], sublayer: Sublayer, total: int) -> None:
         """Fill in where a sum's parts lie, and its total, the `total`-th of its kind."""
         slot = sublayer * self.num_slots + total
         params["num_chunks_ptr"] = self.num_chunks_ptr
@@ -235,7 +237,7 @@ class SideStreams:
     def __init__(self) -> None:
         import cupy
 
-        self._cuda: Any = cupy.cuda
+        self._cuda: ModuleType = cupy.cuda
         self._send, self._collect = (cupy.cuda.Stream(non_blocking=True, priority=_FIRST_OF_PRODUCTS) for _ in range(2))
 
     @contextmanager
@@ -278,12 +280,13 @@ def peer_exchange(
     return PeerExchange(spec, max_size, boxes, heap, peers, launch, SideStreams(), limit_s=limit_s, num_ctas=num_ctas)
 
 
-def _floats(start: int, num_bytes: int) -> Any:
+def _floats(start: int, num_bytes: int) -> Array:
     """Memory of the current GPU as float32 values. The caller keeps it."""
     import cupy
 
     memory = cupy.cuda.UnownedMemory(start, num_bytes, None, cupy.cuda.Device().id)
-    return cupy.ndarray((num_bytes // 4,), cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
+    floats: Array = cupy.ndarray((num_bytes // 4,), cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
+    return floats
 
 
 def _launch(kernels: dict[str, Kernel], name: str, num_ctas: int, num_threads: int, params: bytes) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 
@@ -153,7 +153,7 @@ class Trial:
     def __init__(self) -> None:
         import cupy
 
-        self._cupy: Any = cupy
+        self._cupy: ModuleType = cupy
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._begin, self._end = (cupy.cuda.Event() for _ in range(2))
         self._random = np.random.default_rng(1).standard_normal(_NUM_RANDOM, np.float32).astype(np.float16)

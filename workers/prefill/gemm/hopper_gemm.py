@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +71,7 @@ class Tiles:
         lanes, size, _ = x.shape
         assert size % CLUSTER_ROWS == 0
         assert self.fits(matrix)
-        params: Any = np.zeros((), TILE_PARAMS.dtype)
+        params = np.zeros((), TILE_PARAMS.dtype)
         params["x_map"], params["matrix_map"] = self._x_map(x), self._matrix_map(matrix)
         for name, array in arrays.items():
             assert array.flags.c_contiguous

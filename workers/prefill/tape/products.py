@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -61,7 +60,7 @@ class TapeProducts:
         and `out` are those of `DenseRows`.
         """
         tile, tile_rows = self.tile_for(phase, size)
-        params: Any = np.zeros((), TAPE_PARAMS.dtype)
+        params = np.zeros((), TAPE_PARAMS.dtype)
         params["rows_map"] = tile.rows_map(x if x.ndim == 3 else x[None], self._make_map)
         params["tape_ptr"], params["scales_ptr"] = address(self._tape), self._scales_ptr
         params["places_ptr"] = address(self._places[layer, LAYER_OPS.index(phase)])
