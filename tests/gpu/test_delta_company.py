@@ -27,9 +27,11 @@ from tests.gpu.test_delta_engine import SIZES, STEP, VOCAB, ids, num_missed, sai
 from tests.gpu.test_delta_nets import SEED
 from tests.gpu.test_delta_passes import SHAPES, options_of, shape_of
 from tests.unit.asked_together import Asked
+from tests.unit.delta_configs import CONFIGS
 from tests.unit.test_cuda_turns import PARALLEL, Served, compare, drawn
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(600)]
+DENSE = [name for name, (model, _, _) in SHAPES.items() if "num_experts" not in CONFIGS[model].get("text_config", CONFIGS[model])]
 NOT_THERE = 0xFF  # of states before the first token, of which nobody may read anything
 
 
@@ -72,9 +74,9 @@ LAUNCHES: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = {
 
 def options_of_builds() -> Iterator[dict[str, Any]]:
     """Of KernelShape, for all that these tests build but engines."""
-    for name, (_, _, sizes) in SHAPES.items():
+    for name in DENSE:
         yield options_of(name)
-        yield from ({**options_of(name), "tokens": size, "company": True} for size in sizes)
+        yield from ({**options_of(name), "tokens": size, "company": True} for size in SHAPES[name][2])
 
 
 def begun(kernel: Monokernel, requests: Sequence[Request]) -> None:
@@ -106,7 +108,7 @@ def kept(kernel: Monokernel, one: Request) -> Kept:
     return Kept([entry.token_id for entry in entries], Finish(int(state["finish"])), int(state["position"]), cache, nets)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", DENSE)
 def test_each_request_has_what_it_has_alone(name: str) -> None:
     shape, sizes = shape_of(name), SHAPES[name][2]
     kernel = Monokernel(shape, random_weights(shape, SEED), num_slots=4, num_caches=4, company=sizes)
