@@ -1,12 +1,13 @@
 """transformers' `generate` behind /v1/completions and /v1/chat/completions, as plain as can be. Needs nothing of kog_dist.
 
-One request at a time; others wait. `--compiled`: a cache of fixed size, with which `generate` compiles the model on a GPU.
+One request at a time, by one thread, since what torch records of a compiled model is that thread's; others wait.
+`--compiled`: a cache of fixed size, with which `generate` compiles the model on a GPU.
 """
 
 import argparse
 import json
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class GeneratingModel:
         self.more: dict[str, object] = {"prompt_lookup_num_tokens": options.lookup} if options.lookup else {}
         if options.compiled:
             self.more |= {"cache_implementation": "static"}
-        self.lock = threading.Lock()
+        self.thread = ThreadPoolExecutor(1)
 
     def prompt_of(self, body: Mapping[str, object]) -> Any:
         """Ids of the prompt."""
@@ -77,11 +78,14 @@ class GeneratingModel:
 
     def generate(self, body: Mapping[str, Any], write: Callable[[str], None]) -> tuple[int, int, str]:
         """Tokens of prompt and answer, and why it ended."""
+        return self.thread.submit(self._generate, body, write).result()
+
+    def _generate(self, body: Mapping[str, Any], write: Callable[[str], None]) -> tuple[int, int, str]:
         prompt = self.prompt_of(body).to(self.model.device)
         most = body.get("max_tokens", 128)
         events = SentText(self.tokenizer, write)
         least = {"min_new_tokens": most} if body.get("ignore_eos") else {}
-        with self.lock, self.without_gradients():
+        with self.without_gradients():
             self.model.generate(**prompt, max_new_tokens=most, do_sample=False, streamer=events, **least, **self.more)
         return prompt["input_ids"].shape[1], len(events.ids), "length" if len(events.ids) >= most else "stop"
 
@@ -120,7 +124,11 @@ def handler_of(model: GeneratingModel) -> type[BaseHTTPRequestHandler]:
                 said = {"delta": {"content": text}} if is_chat else {"text": text}
                 send(choices=[{"index": 0, "finish_reason": None, **said}])
 
-            num_prompt, num_answer, reason = model.generate(body, write)
+            try:
+                num_prompt, num_answer, reason = model.generate(body, write)
+            except Exception as error:  # of libraries: who asked is told
+                send(error={"message": f"{type(error).__name__}: {error}"})
+                raise
             send(choices=[{"index": 0, "finish_reason": reason, **({"delta": {}} if is_chat else {"text": ""})}])
             send(choices=[], usage={"prompt_tokens": num_prompt, "completion_tokens": num_answer})
             self.wfile.write(b"data: [DONE]\n\n")
