@@ -93,7 +93,7 @@ def test_contexts_of_131_072_fit_one_gpu(name: str, cache_gib: float, spare_gib:
     assert shape.cache.num_bytes == cache_gib * GIB
     assert choice.spare_bytes > spare_gib * GIB
     assert (
-        min(pool_slots(shape, kept_on_gpus(LaunchConfig(gpus="1"), choice.spare_bytes, 1, of_state=choice.state_bytes)[0])) > 30
+        min(pool_slots(shape, kept_on_gpus(LaunchConfig(gpus="1"), choice.spare_bytes, 1, of_state=choice.state_bytes)[0])) > 20
     )
     assert validate(kernel_plan([shape])) == []
     assert word_findings(shape) == ()

@@ -140,7 +140,7 @@ void ask_about_a_late_logit(const KogDecodeParams& params, const KogPeers& peers
             return put(words, word_of(kPair, tag));
         }
         float found[kLogits];
-        const bool is_complete = collect_logits(rows, 0, tag, found);
+        const bool is_complete = collect_logits(rows, 0, 0, tag, found);
         if (threadIdx.x == 0) printf("late logit %d 1 %d\n", is_complete, shared.note.phase != 0);
     });
 }
@@ -228,7 +228,7 @@ int main(int, char** argv) {
         add(router_logits, logit_words(rows) + role.cta % kReplicas * kRouterLogitsStride, kNumExperts);
         ask("router", router_logits, tag, [&] {
             float found[kLogits];
-            return collect_logits(rows, 0, tag, found);
+            return collect_logits(rows, 0, 0, tag, found);
         });
 
         // ---- attention ----
