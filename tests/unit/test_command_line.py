@@ -34,6 +34,7 @@ LAUNCH = ["/usr/bin/python3", "-P", "-s", "/opt/venv/bin/kog-launch"]
         (["m", KEY, "--no-http"], "m ..."),
         (["m", "--no-http", "--no-pin", "--ranks", "1"], "m --no-http --no-pin --ranks 1"),
         (["m", "--no-ranks", "1"], "m ..."),
+        (["--no-http", "--api-key", KEY, "m"], "--no-http --api-key ... m"),
         (["--instance", "a\nb\x1b[31m"], "--instance a b\\x1b[31m"),
         ([], ""),
     ],

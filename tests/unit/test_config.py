@@ -50,6 +50,13 @@ def test_a_key_is_never_shown() -> None:
     assert "s3cret" not in str(caught.value)
 
 
+def test_names_of_the_model_are_taken_and_others_refused() -> None:
+    resolved = resolve({"served_model_name": "org/Model-1.5, gpt-*"}, {}, None)
+    assert resolved.config.served_names == ("org/Model-1.5", "gpt-*")
+    with pytest.raises(ConfigError, match="served_model_name 'two words' must have letters"):
+        resolve({"served_model_name": "m,two words"}, {}, None)
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "text", "expected"),
     [

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from kog_dist.model.chat_template import ChatTemplate, RenderedChat
+from kog_dist.model.marked_text import Marked, Marks
 from kog_dist.model.template_sandbox import make_environment, render_marked
 from kog_dist.model.tokenizer import Tokenizer
 
@@ -398,3 +399,11 @@ def test_the_template_s_process_says_the_same() -> None:
             there = rendered(CHATML, user(content))
             assert (text, text.request_runs) == (there, there.request_runs)
             assert bool(text.request_runs) == (content == ATTACK)
+
+
+def test_what_stands_for_a_letter_is_no_character_of_the_request() -> None:
+    text = "what a request may have: \U000f0000"
+    marked = Marks(["<s>"], [text]).all_marked("<s>")
+    assert isinstance(marked, Marked)
+    assert len(set(marked.twin)) == 3
+    assert set(marked.twin).isdisjoint(text)

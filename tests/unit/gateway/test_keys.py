@@ -59,6 +59,11 @@ def test_a_file_has_a_key_in_each_line(write: Callable[..., Path], text: str, fo
     assert keys_of(LaunchConfig(api_key_file=str(path))) == tuple(found)
 
 
+def test_a_key_of_the_settings_is_asked_for() -> None:
+    assert keys_of(LaunchConfig(api_key=ALICE)) == (ALICE,)
+    assert keys_of(LaunchConfig()) == ()
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
