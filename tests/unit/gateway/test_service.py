@@ -315,6 +315,13 @@ def test_slots_are_those_of_all_engines() -> None:
     assert [slot["is_processing"] for slot in slots(served, None)] == [False]
 
 
+def test_a_model_answers_to_its_names_and_to_patterns() -> None:
+    served = ServedModel("demo", ("gpt-*", "other"), 2048, 10, None, None, 0)
+    asked = (None, "demo", "other", "gpt-4o", "gpt-*", "gpt4", "another", "Demo")
+    assert [served.answers_to(name) for name in asked] == [True] * 5 + [False] * 3
+    assert not ServedModel("demo", ("[a-z]",), 2048, 10, None, None, 0).answers_to("b"), "no pattern without a star"
+
+
 def test_a_gateway_without_the_model_s_folder(shared_engine: ScriptedEngine, folder: Path, engine: ScriptedEngine) -> None:
     engine.on_generate = says("ok")
     with gateway(shared_engine, folder, model=None) as made, client(made) as http:
