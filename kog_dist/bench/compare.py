@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kog_dist.bench.report import print_json
 from kog_dist.errors import ConfigError
@@ -18,9 +18,6 @@ from kog_dist.foreign_file import read_text
 from kog_dist.late_numpy import Array
 from kog_dist.records import dataclass
 from kog_dist.rpc.output import write_out
-
-if TYPE_CHECKING:
-    pass
 
 NUM_RESAMPLES: Final = 2000
 LEAST_REQUESTS: Final = 5  # fewer say nothing about how much they vary
