@@ -40,12 +40,7 @@ struct DeltaCompany : DeltaItem {
         Columns columns;
         load_columns(stored, position, columns);
         float past[kThreadChannels][kConvWidth - 1], taps[kThreadChannels][kConvWidth];
-#pragma unroll
-        for (u32 i = 0; i < kThreadChannels; ++i) {
-            if (channel_of(i) >= kItemChannels) continue;
-            load_taps(net, row_of(channel_of(i), head, slice), taps[i]);
-            load_past(ring, position, channel_of(i), past[i]);
-        }
+        load_channels(ring, position, past, taps);
         const u16* factors = reinterpret_cast<const u16*>(delta.factors_ptr) + net * (2 * kDeltaHeads) + head;
         const float rate = exp2_approx(WeightFormat::low(factors[0]) * kLog2e), dt_bias = WeightFormat::low(factors[kDeltaHeads]);
         if (!counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), product)) return false;

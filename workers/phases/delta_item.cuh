@@ -20,6 +20,16 @@ struct DeltaItem : DeltaRule {
     };
     // Place of channel `i` of this thread in the item, if it is below kItemChannels.
     __device__ __forceinline__ u32 channel_of(u32 i) const { return i * kAttendThreads + warp * 32 + lane; }
+    // The last inputs of this thread's channels, behind `position` tokens, and the convolution's taps.
+    __device__ __forceinline__ void load_channels(const float* ring, u32 position, float (&past)[kThreadChannels][kConvWidth - 1],
+                                                  float (&taps)[kThreadChannels][kConvWidth]) const {
+#pragma unroll
+        for (u32 i = 0; i < kThreadChannels; ++i) {
+            if (channel_of(i) >= kItemChannels) continue;
+            load_taps(net, row_of(channel_of(i), head, slice), taps[i]);
+            load_past(ring, position, channel_of(i), past[i]);
+        }
+    }
     // Until those of a token of this pass have come. False: leave.
     __device__ __forceinline__ bool wait_for_inputs(u32 token, u32 tag, Inputs& inputs) const {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kDeltaInOffset + (lane_idx * kTokens + token) * kDeltaInStride;

@@ -39,12 +39,7 @@ struct DeltaPass : DeltaItem {
         Columns columns;
         load_columns(stored, stands_at, columns);
         float past[kThreadChannels][kConvWidth - 1], taps[kThreadChannels][kConvWidth];
-#pragma unroll
-        for (u32 i = 0; i < kThreadChannels; ++i) {
-            if (channel_of(i) >= kItemChannels) continue;
-            load_taps(net, row_of(channel_of(i), head, slice), taps[i]);
-            load_past(ring, stands_at, channel_of(i), past[i]);
-        }
+        load_channels(ring, stands_at, past, taps);
         const u16* factors = reinterpret_cast<const u16*>(delta.factors_ptr) + net * (2 * kDeltaHeads) + head;
         const float rate = exp2_approx(WeightFormat::low(factors[0]) * kLog2e), dt_bias = WeightFormat::low(factors[kDeltaHeads]);
 #pragma unroll 1

@@ -27,14 +27,17 @@ __device__ __forceinline__ float logit_of(u64 word) {
 }
 
 __device__ __forceinline__ u64* logit_words(const FinalizedRows& rows) { return reinterpret_cast<u64*>(rows.params.words_ptr) + kRouterLogitsOffset; }
+// Of the router's row of an expert; the shared one's has none.
+__device__ __forceinline__ float router_bias(const FinalizedRows& rows, u32 layer, u32 expert) {
+    if (!kRouterBias || expert >= kNumExperts) return 0;
+    return WeightFormat::low(reinterpret_cast<const u16*>(rows.params.router_bias_ptr)[layer * kNumExperts + expert]);
+}
 __device__ __forceinline__ bool publish_logits(FinalizedRows& rows, u32 layer, float scale, u32 tag) {
 #pragma unroll 1
     for (u32 block = 0; block < RouteOp::kBlocks; ++block) {
         const u32 expert = rows.role.cta * RouteOp::kCtaRows + block * RouteOp::kRows + rows.lane;
         const bool is_mine = rows.lane < RouteOp::kRows && expert < kRouterRows;
-        [[maybe_unused]] float bias = 0;
-        if (kRouterBias && is_mine && expert < kNumExperts)
-            bias = WeightFormat::low(reinterpret_cast<const u16*>(rows.params.router_bias_ptr)[layer * kNumExperts + expert]);
+        [[maybe_unused]] const float bias = is_mine ? router_bias(rows, layer, expert) : 0;
         float sum;
         if (!rows.row_sum(sum, RouteOp::kRows)) return false;
         sum = sum * kRouteFactor * scale;

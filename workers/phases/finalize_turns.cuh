@@ -11,9 +11,7 @@ __device__ __forceinline__ bool publish_logits_of_pass(FinalizedRows& rows, u32 
     for (u32 block = 0; block < RouteOp::kBlocks; ++block) {
         const u32 expert = rows.role.cta * RouteOp::kCtaRows + block * RouteOp::kRows + rows.lane;
         const bool is_mine = rows.lane < RouteOp::kRows && expert < kRouterRows;
-        [[maybe_unused]] float bias = 0;
-        if (kRouterBias && is_mine && expert < kNumExperts)
-            bias = WeightFormat::low(reinterpret_cast<const u16*>(rows.params.router_bias_ptr)[layer * kNumExperts + expert]);
+        [[maybe_unused]] const float bias = is_mine ? router_bias(rows, layer, expert) : 0;
         float sums[kTokens];
         if (!rows.row_sum(sums, RouteOp::kRows)) return false;
 #pragma unroll 1
